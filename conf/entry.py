@@ -1,0 +1,112 @@
+"""What train.py and the scripts share: from the command line to a checked config, and from an error to one line."""
+
+import difflib
+import os
+import re
+import secrets
+import sys
+from collections.abc import Callable
+from datetime import datetime
+from pathlib import Path
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from conf.schema import parse, unknown_key
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+
+
+def run_dir(resume: str | None, name: str) -> str:
+    """The run's folder: with resume=auto the newest run of that name that holds a checkpoint, else a new one."""
+    if not re.fullmatch(r"[\w.-]+", name):
+        raise ValueError(f"name must consist of letters, digits, '.', '_' and '-', got {name!r}")
+    if resume == "auto":
+        pattern = re.compile(rf"\d{{8}}-\d{{6}}-{re.escape(name)}-[0-9a-f]{{6}}")
+        runs = [run for run in Path("runs").glob("*") if pattern.fullmatch(run.name)]
+        runs = [run for run in runs if any(run.glob("checkpoints/step_*/manifest.json"))]
+        if runs:
+            return str(max(runs))
+    return f"runs/{datetime.now():%Y%m%d-%H%M%S}-{name}-{secrets.token_hex(3)}"
+
+
+OmegaConf.register_new_resolver("run_dir", run_dir, use_cache=True, replace=True)
+OmegaConf.register_new_resolver("repository", lambda _="": str(REPOSITORY), replace=True)
+
+
+def entry_point(config_name: str, schema: type) -> Callable:
+    """Decorates `run(cfg)` of an entry point: composes conf/CONFIG_NAME.yaml with the command line and parses it.
+
+    What follows `--` on the command line becomes the setting `prompt`. Only train.py has a run folder; the other
+    scripts leave nothing behind. A user's mistake prints one line and exits 2, Ctrl-C exits 130.
+    """
+
+    def decorate(run: Callable) -> Callable:
+        def main():
+            os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # errors reach us as they are
+            text = _cut_text(sys.argv)
+            if config_name != "train":
+                sys.argv += ["hydra.run.dir=.", "hydra.output_subdir=null"]
+                sys.argv += ["hydra/job_logging=none", "hydra/hydra_logging=none"]
+
+            def checked_run(cfg: DictConfig):
+                try:
+                    if text is not None:
+                        if "prompt" not in cfg:
+                            raise ValueError(f"text after -- has no use here, got {text!r}")
+                        cfg.prompt = text
+                    run(parse(cfg, schema))
+                except ValueError as error:
+                    _remove_empty_run_folder()
+                    _fail(str(error))
+
+            try:
+                hydra.main(version_base="1.3", config_path="../conf", config_name=config_name)(checked_run)()
+            except (HydraException, OmegaConfBaseException, ValueError) as error:
+                _fail(_explain(error, schema))
+            except KeyboardInterrupt:
+                print("\ninterrupted", file=sys.stderr)
+                sys.exit(130)
+
+        return main
+
+    return decorate
+
+
+def _cut_text(argv: list[str]) -> str | None:
+    """Removes `--` and what follows from argv; returns the latter joined by single spaces."""
+    if "--" not in argv:
+        return None
+    at = argv.index("--")
+    text = " ".join(argv[at + 1 :])
+    del argv[at:]
+    return text
+
+
+def _explain(error: Exception, schema: type) -> str:
+    """One line for what Hydra has to say about the command line."""
+    message = " ".join(str(error).split())
+    if key := re.search(r"Could not (?:override|append to config.*?) '([^']+)'", message):
+        return unknown_key(key[1], schema)
+    if choice := re.search(r"Could not find '(.+)/(.+?)' Available options in '.*?': (.*?) Config search path", message):
+        group, given, options = choice.groups()
+        near = difflib.get_close_matches(given, options.split(), n=1)
+        hint = f": did you mean {near[0]}?" if near else f": there are {', '.join(options.split())}"
+        return f"{group}={given} is unknown{hint}"
+    return message
+
+
+def _fail(message: str):
+    print(f"error: {message}", file=sys.stderr)
+    sys.exit(2)
+
+
+def _remove_empty_run_folder():
+    """Hydra makes the folder before anything is checked."""
+    if HydraConfig.initialized():
+        folder = Path(HydraConfig.get().runtime.output_dir)
+        if folder.is_dir() and not any(folder.iterdir()):
+            folder.rmdir()

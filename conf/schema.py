@@ -1,0 +1,264 @@
+"""What may be set: the types, ranges and rules of every value in conf/*.yaml, and the one place that checks them.
+
+No defaults here: a value is written once, in YAML. `parse` turns what Hydra composed into these dataclasses, before
+anything is read or built, and says in one line what is wrong.
+"""
+
+import difflib
+from dataclasses import dataclass, field, fields, is_dataclass
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
+
+
+def number(*, at_least=None, above=None, at_most=None, below=None):
+    """A field whose value (or every value of a list) lies in a range; NaN lies in none."""
+    return field(metadata={"at least": at_least, "above": above, "at most": at_most, "below": below})
+
+
+def one_of(*choices: str):
+    """A field that holds one of some words."""
+    return field(metadata={"choices": choices})
+
+
+@dataclass
+class Model:
+    d_model: int = number(at_least=1)
+    n_layers: int = number(at_least=1)
+    n_heads: int = number(at_least=1)
+    n_kv_heads: int | None = number(at_least=1)
+    d_ff: int = number(at_least=1)
+    max_seq_len: int = number(at_least=1)
+    positions: str = one_of("rope", "none")
+    theta: float = number(above=0)
+    pairing: str = one_of("half", "interleaved")
+    qk_norm: bool
+    dropout: float = number(at_least=0, below=1)
+    tied: bool
+
+
+@dataclass
+class Data:
+    source: str = one_of("shakespeare", "files")
+    wheel: str | None
+    paths: list[str]
+    validation: list[str]
+    validation_share: float = number(above=0, below=1)
+
+
+@dataclass
+class Tokenizer:
+    kind: str = one_of("bpe", "bytes", "chars")
+    vocab_size: int | None = number(at_least=257)
+    pattern: str | None
+
+
+@dataclass
+class Optimizer:
+    name: str = one_of("adamw")
+    lr: float = number(above=0)
+    betas: list[float] = number(at_least=0, below=1)
+    eps: float = number(above=0)
+    weight_decay: float = number(at_least=0)
+    clip: float = number(above=0)
+
+
+@dataclass
+class Schedule:
+    decay: str = one_of("cosine", "linear", "constant")
+    warmup: int = number(at_least=0)
+    final: float = number(at_least=0, at_most=1)
+
+
+@dataclass
+class Every:
+    log: int = number(at_least=1)
+    evaluate: int = number(at_least=1)
+    sample: int = number(at_least=1)
+    checkpoint: int = number(at_least=1)
+
+
+@dataclass
+class Sample:
+    prompt: str
+    tokens: int = number(at_least=1)
+    temperature: float = number(at_least=0)
+    top_k: int | None = number(at_least=1)
+    top_p: float | None = number(above=0, at_most=1)
+
+
+@dataclass
+class Tracking:
+    mode: str = one_of("auto", "online", "offline", "disabled")
+    project: str
+    timeout: float = number(above=0)
+
+
+@dataclass
+class Train:
+    """Everything that `python train.py` can be told."""
+
+    name: str
+    steps: int = number(at_least=1)
+    stop_after: int | None = number(at_least=1)
+    seed: int = number(at_least=0)
+    device: str
+    precision: str = one_of("auto", "fp32", "bf16", "fp16")
+    compile: bool | str
+    attention: str = one_of("auto", "fused", "written")
+    batch_tokens: int = number(at_least=1)
+    micro_batch: int | str
+    seq_len: int = number(at_least=1)
+    evaluation_tokens: int | None = number(at_least=1)
+    resume: str | None
+    every: Every
+    model: Model
+    data: Data
+    tokenizer: Tokenizer
+    optimizer: Optimizer
+    schedule: Schedule
+    sample: Sample
+    tracking: Tracking
+
+
+@dataclass
+class Generate:
+    """Everything that `python -m scripts.generate` can be told."""
+
+    checkpoint: str
+    prompt: str
+    num_samples: int = number(at_least=1)
+    max_new_tokens: int = number(at_least=1)
+    temperature: float = number(at_least=0)
+    top_k: int | None = number(at_least=1)
+    top_p: float | None = number(above=0, at_most=1)
+    seed: int = number(at_least=0)
+    device: str
+
+
+@dataclass
+class Evaluate:
+    """Everything that `python -m scripts.evaluate` can be told."""
+
+    checkpoint: str
+    stride: int | None = number(at_least=1)
+    seq_len: int | None = number(at_least=1)
+    batch: int = number(at_least=1)
+    device: str
+    data: Data
+
+
+@dataclass
+class Prepare:
+    """Everything that `python -m scripts.prepare` can be told."""
+
+    data: Data
+    tokenizer: Tokenizer
+
+
+def parse(cfg: DictConfig, schema: type = Train):
+    """The composed config as `schema`'s dataclass. ValueError names the setting, its value and what was expected."""
+    try:
+        typed = OmegaConf.merge(OmegaConf.structured(schema), cfg)
+        OmegaConf.resolve(typed)
+        parsed = OmegaConf.to_object(typed)
+    except ConfigKeyError as error:
+        raise ValueError(unknown_key(error.full_key, schema)) from error
+    except MissingMandatoryValue as error:
+        raise ValueError(f"{error.full_key} is needed: give {error.full_key}=...") from error
+    except OmegaConfBaseException as error:
+        reason = str(error).split("\n")[0].replace("'", "")
+        raise ValueError(f"{error.full_key}: {reason}" if error.full_key else reason) from error
+    _check_ranges(parsed)
+    _check_rules(parsed)
+    return parsed
+
+
+def unknown_key(key: str, schema: type = Train) -> str:
+    """The message for a setting that does not exist, with the nearest that does."""
+    known = list(_keys(schema))
+    near = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
+    if not near:  # the right name in the wrong place, or half of it
+        last = difflib.get_close_matches(key.split(".")[-1], [k.split(".")[-1] for k in known], n=1, cutoff=0.6)
+        near = [k for k in known if last and k.split(".")[-1] == last[0]]
+    return f"unknown setting {key}" + (f": did you mean {near[0]}?" if near else ": --help lists all there are")
+
+
+def _keys(schema: type, prefix: str = ""):
+    for item in fields(schema):
+        yield prefix + item.name
+        if is_dataclass(item.type):
+            yield from _keys(item.type, f"{prefix}{item.name}.")
+
+
+def _check_ranges(node, prefix: str = ""):
+    for item in fields(node):
+        key, value = prefix + item.name, getattr(node, item.name)
+        if is_dataclass(value):
+            _check_ranges(value, key + ".")
+            continue
+        for one in value if isinstance(value, list) else [value]:
+            _check_value(key, one, item.metadata)
+
+
+def _check_value(key: str, value, allowed):
+    if value is None or not allowed:
+        return
+    if "choices" in allowed:
+        if value not in allowed["choices"]:
+            near = difflib.get_close_matches(str(value), allowed["choices"], n=1)
+            hint = f" (did you mean {near[0]}?)" if near else ""
+            raise ValueError(f"{key} must be one of {', '.join(allowed['choices'])}, got {value}{hint}")
+        return
+    tests = {
+        "at least": lambda bound: value >= bound,
+        "above": lambda bound: value > bound,
+        "at most": lambda bound: value <= bound,
+        "below": lambda bound: value < bound,
+    }
+    for name, holds in tests.items():
+        if allowed[name] is not None and not holds(allowed[name]):
+            raise ValueError(f"{key} must be {name} {allowed[name]}, got {value}")
+
+
+def _check_rules(cfg):
+    """Rules between fields."""
+    if hasattr(cfg, "tokenizer"):
+        t = cfg.tokenizer
+        if t.kind == "bpe" and (t.vocab_size is None or t.pattern is None):
+            raise ValueError("tokenizer.kind=bpe needs tokenizer.vocab_size and tokenizer.pattern, got null")
+    if hasattr(cfg, "data") and cfg.data.source == "files" and not cfg.data.paths:
+        raise ValueError("data=files needs data.paths, got []: give for example data.paths='[books/*.txt]'")
+    if not isinstance(cfg, Train):
+        return
+    m, o = cfg.model, cfg.optimizer
+    if m.d_model % m.n_heads:
+        raise ValueError(f"model.d_model must be a multiple of model.n_heads, got {m.d_model} and {m.n_heads}")
+    if m.n_kv_heads is not None and m.n_heads % m.n_kv_heads:
+        raise ValueError(f"model.n_heads must be a multiple of model.n_kv_heads, got {m.n_heads} and {m.n_kv_heads}")
+    if m.positions == "rope" and (m.d_model // m.n_heads) % 2:
+        raise ValueError(
+            f"RoPE turns pairs of dimensions: the head width model.d_model / model.n_heads must be even, "
+            f"got {m.d_model} / {m.n_heads} = {m.d_model // m.n_heads}"
+        )
+    if cfg.seq_len > m.max_seq_len:
+        raise ValueError(f"seq_len must be at most model.max_seq_len, got {cfg.seq_len} and {m.max_seq_len}")
+    if cfg.batch_tokens % cfg.seq_len:
+        raise ValueError(
+            f"batch_tokens must be a multiple of seq_len, got {cfg.batch_tokens} and {cfg.seq_len}: "
+            f"{max(1, round(cfg.batch_tokens / cfg.seq_len)) * cfg.seq_len} would do"
+        )
+    rows = cfg.batch_tokens // cfg.seq_len
+    if cfg.micro_batch != "auto":
+        if not isinstance(cfg.micro_batch, int) or isinstance(cfg.micro_batch, bool) or cfg.micro_batch < 1:
+            raise ValueError(f"micro_batch must be auto or a number of rows, got {cfg.micro_batch}")
+        if rows % cfg.micro_batch:
+            raise ValueError(
+                f"micro_batch must divide the {rows} rows of a batch (batch_tokens / seq_len), got {cfg.micro_batch}"
+            )
+    if cfg.compile not in (True, False, "auto"):
+        raise ValueError(f"compile must be auto, true or false, got {cfg.compile}")
+    if cfg.schedule.warmup >= cfg.steps:
+        raise ValueError(f"schedule.warmup must be below steps, got {cfg.schedule.warmup} and {cfg.steps}")
+    if len(o.betas) != 2:
+        raise ValueError(f"optimizer.betas must be two numbers, got {o.betas}")

@@ -1,0 +1,36 @@
+"""Keys and values of what was read already, so that a new token costs one column and not the whole square."""
+
+from torch import Tensor
+
+
+class KVCache:
+    """One pair of tensors (b h capacity d) a layer, filled from the left; `length` slots are in use.
+
+    The cache belongs to the caller, not to the model: `model(tokens, cache=cache)` appends to it and moves `length`
+    once, after the last layer, so that positions and mask of a forward come from one number.
+    """
+
+    def __init__(self, n_layers: int, capacity: int):
+        self.capacity = capacity
+        self.length = 0
+        self.layers = [LayerCache(self) for _ in range(n_layers)]
+
+
+class LayerCache:
+    """A layer's share of a KVCache; takes batch, heads, width, dtype and device from the first keys it is given."""
+
+    def __init__(self, cache: KVCache):
+        self.cache = cache
+        self.k: Tensor | None = None
+        self.v: Tensor | None = None
+
+    def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """k, v (b h s d) of the new tokens -> keys and values of everything seen so far, the new ones included."""
+        if self.k is None:  # zeros, never garbage: 0 * NaN would leak through a mask
+            b, h, _, d = k.shape
+            self.k = k.new_zeros(b, h, self.cache.capacity, d)
+            self.v = v.new_zeros(b, h, self.cache.capacity, d)
+        start, end = self.cache.length, self.cache.length + k.shape[2]
+        self.k[:, :, start:end] = k
+        self.v[:, :, start:end] = v
+        return self.k[:, :, :end], self.v[:, :, :end]

@@ -1,0 +1,94 @@
+"""What `auto` means: each choice follows a stated rule from the hardware and the planned work, never from timing.
+
+A run saves its choices and a resumed run keeps them.
+"""
+
+import shutil
+
+import torch
+
+COMPILE_FLOPS_CPU = 4e12  # two minutes or so on two cores; compiling costs about one
+COMPILE_FLOPS_GPU = 1e16  # a minute or so
+
+
+def choose_device(device: str) -> torch.device:
+    """auto: the first GPU that torch sees (CUDA or Apple's), else the CPU."""
+    if device == "auto":
+        if torch.cuda.is_available():
+            return torch.device("cuda")
+        return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+    try:
+        chosen = torch.device(device)
+        torch.empty(1, device=chosen)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"device {device} cannot be used here: {str(error).splitlines()[0]}") from error
+    return chosen
+
+
+def choose(
+    *,
+    precision: str,
+    compile: bool | str,
+    attention: str,
+    micro_batch: int | str,
+    device: torch.device,
+    rows: int,
+    seq_len: int,
+    vocab_size: int,
+    flops: float,
+    saved: dict,
+) -> dict:
+    """Each setting as it was asked for; where that is auto, as `saved` by the run to resume, else by its rule.
+
+    rows: of a batch; flops: of the whole run.
+    """
+    asked = {"precision": precision, "compile": compile, "attention": attention, "micro_batch": micro_batch}
+    choices = {name: saved.get(name, "auto") if value == "auto" else value for name, value in asked.items()}
+    if choices["precision"] == "auto":
+        choices["precision"] = _precision(device)
+    if choices["compile"] == "auto":
+        choices["compile"] = _compile(device, flops)
+    if choices["attention"] == "auto":
+        choices["attention"] = _attention(device, choices["compile"], seq_len)
+    if choices["micro_batch"] == "auto" or rows % choices["micro_batch"]:
+        choices["micro_batch"] = _micro_batch(device, rows, seq_len, vocab_size)
+    if choices["precision"] == "fp16" and device.type == "cpu":
+        raise ValueError("precision=fp16 needs a GPU, got device cpu: take bf16 or fp32")
+    return choices
+
+
+def _precision(device: torch.device) -> str:
+    """bf16 where the hardware multiplies it, else fp16 on CUDA, else fp32.
+
+    On a CPU without such units (AMX or AVX-512 BF16), bf16 products are far slower than fp32.
+    """
+    if device.type == "cuda":
+        return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
+    if device.type == "cpu":
+        can = torch.cpu.get_capabilities()
+        return "bf16" if can.get("amx_bf16") or can.get("avx512_bf16") else "fp32"
+    return "fp32"
+
+
+def _compile(device: torch.device, flops: float) -> bool:
+    """Where the run is long enough to earn the compilation back, and on a CPU has a C++ compiler."""
+    if device.type == "cuda":
+        return flops > COMPILE_FLOPS_GPU
+    return device.type == "cpu" and flops > COMPILE_FLOPS_CPU and shutil.which("c++") is not None
+
+
+def _attention(device: torch.device, compiled: bool, seq_len: int) -> str:
+    """Written out where the compiler can fuse it on a CPU and the square is small, else torch's kernel."""
+    return "written" if device.type == "cpu" and compiled and seq_len <= 512 else "fused"
+
+
+def _micro_batch(device: torch.device, rows: int, seq_len: int, vocab_size: int) -> int:
+    """The most rows that divide the batch and keep the logits of a forward, in fp32, within a bound."""
+    bound = 2**32 if device.type == "cuda" else 2**28  # bytes
+    return max(n for n in range(1, rows + 1) if rows % n == 0 and (n == 1 or 4 * n * seq_len * vocab_size <= bound))
+
+
+def autocast(device: torch.device, precision: str) -> torch.autocast:
+    """The context in which matrix products take `precision`; weights stay fp32."""
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
+    return torch.autocast(device.type, dtype, enabled=dtype is not None)

@@ -1,0 +1,32 @@
+"""torch.compile, where it works."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from model.gpt import GPT
+
+
+def compile_forward(
+    model: GPT, tokens: Tensor, targets: Tensor, autocast: torch.autocast, warn: Callable[[str], None]
+) -> Callable:
+    """A compiled model(tokens, targets=targets) for exactly these shapes, tried out; the model itself if that fails.
+
+    The model stays as it is, for evaluation and sampling in other shapes, and shares its weights with the result. The
+    trial leaves no gradient and draws no random number.
+    """
+    from torch._dynamo.exc import TorchDynamoException  # takes seconds to import
+
+    compiled = torch.compile(model, dynamic=False)
+    devices = [tokens.device] if tokens.device.type == "cuda" else []
+    with torch.random.fork_rng(devices):
+        try:
+            with autocast:
+                loss, _ = compiled(tokens, targets=targets)
+            loss.backward()
+        except TorchDynamoException as error:
+            warn(f"going on without torch.compile, which failed: {str(error).splitlines()[0]}")
+            compiled = model
+    model.zero_grad(set_to_none=True)
+    return compiled

@@ -1,0 +1,101 @@
+"""How well a model predicts a text it has not seen."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from model.functional import IGNORE
+from model.gpt import GPT
+
+
+@dataclass
+class Evaluation:
+    nats: float  # summed negative log-likelihood
+    tokens: int  # predicted
+    bytes: int  # of text in the predicted tokens
+
+    @property
+    def loss(self) -> float:
+        """Nats per token."""
+        return self.nats / self.tokens
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(min(self.loss, 700))
+
+    @property
+    def bits_per_byte(self) -> float:
+        """What compares across tokenizers; end-of-text costs bits and has no bytes."""
+        return self.nats / math.log(2) / self.bytes
+
+
+def windows(n_tokens: int, seq_len: int, stride: int) -> list[tuple[int, int, int]]:
+    """(start, length, scored) of each window: it reads `length` tokens from `start` and scores its last `scored` targets.
+
+    Together they score every token of a text but the first, once; from the second window on, each token has at least
+    seq_len - stride tokens before it. stride = seq_len: side by side, no overlap.
+    """
+    plan, done = [], 0  # `done` targets are scored
+    while done < n_tokens - 1:
+        end = min(n_tokens - 1, done + (stride if done else seq_len))
+        start = max(0, end - seq_len)
+        plan.append((start, end - start, end - done))
+        done = end
+    return plan
+
+
+@torch.inference_mode()
+def evaluate(
+    model: GPT,
+    read: Callable[[int, int], np.ndarray],
+    n_tokens: int,
+    token_lengths: np.ndarray,
+    *,
+    seq_len: int,
+    stride: int | None = None,
+    batch: int = 32,
+    limit: int | None = None,
+    autocast: torch.autocast | None = None,
+    progress: Callable = iter,
+) -> Evaluation:
+    """Scores a text of n_tokens tokens, of which read(start, length) gives a part.
+
+    token_lengths (vocab,): bytes of text in each token. `limit`: about so many tokens, in evenly spread windows; None:
+    all. The model is put in evaluation mode meanwhile; no random number is drawn.
+    """
+    device = next(model.parameters()).device
+    plan = windows(n_tokens, seq_len, seq_len if stride is None else stride)
+    if limit is not None and limit < n_tokens:
+        keep = max(1, limit // seq_len)
+        plan = [plan[i * len(plan) // keep] for i in range(min(keep, len(plan)))]
+    was_training = model.training
+    model.eval()
+    nats, tokens, size = torch.zeros((), dtype=torch.float64), 0, 0
+    for some in progress([plan[i : i + batch] for i in range(0, len(plan), batch)]):
+        inputs, targets = _rows(read, some, seq_len)
+        size += int(token_lengths[targets[targets != IGNORE]].sum())
+        with autocast or torch.autocast(device.type, enabled=False):
+            loss, count = model(_to(inputs, device), targets=_to(targets, device))
+        nats += loss.double().cpu()
+        tokens += int(count)
+    model.train(was_training)
+    return Evaluation(nats.item(), tokens, size)
+
+
+def _rows(read: Callable, some: list[tuple[int, int, int]], seq_len: int) -> tuple[np.ndarray, np.ndarray]:
+    """Inputs and targets (rows, seq_len); a short window is filled up at its end, where causality hides it."""
+    inputs = np.zeros((len(some), seq_len), np.int64)
+    targets = np.full((len(some), seq_len), IGNORE, np.int64)
+    for row, (start, length, scored) in enumerate(some):
+        tokens = read(start, length + 1)
+        inputs[row, :length] = tokens[:-1]
+        targets[row, length - scored : length] = tokens[1:][length - scored :]
+    return inputs, targets
+
+
+def _to(array: np.ndarray, device: torch.device) -> Tensor:
+    return torch.from_numpy(array).to(device)
