@@ -27,8 +27,11 @@ from training.step import train_step
 
 @entry_point("train", Train)
 def main(cfg: Train):
-    run = Path(os.path.relpath(HydraConfig.get().runtime.output_dir))  # this run's folder
+    train(cfg, run=Path(os.path.relpath(HydraConfig.get().runtime.output_dir)))
 
+
+def train(cfg: Train, run: Path):
+    """Trains as `cfg` says; `run` is the folder of this run."""
     # --- from the beginning, or from a checkpoint ---
     start, saved = 0, {}
     if (folder := find_start(cfg.resume, run)) is not None:
@@ -99,7 +102,7 @@ def main(cfg: Train):
 
     def write_sample(step: int) -> str:
         s = cfg.sample
-        prompt = [*tokenizer.encode(s.prompt).tolist()] or [tokenizer.end_of_text]
+        prompt = tokenizer.encode(s.prompt).tolist() or [tokenizer.beginning]
         model.eval()
         with autocast:
             options = {"temperature": s.temperature, "top_k": s.top_k, "top_p": s.top_p, "overflow": "slide"}

@@ -6,6 +6,7 @@ anything is read or built, and says in one line what is wrong.
 
 import difflib
 from dataclasses import dataclass, field, fields, is_dataclass
+from typing import get_args
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
@@ -145,7 +146,7 @@ class Evaluate:
     seq_len: int | None = number(at_least=1)
     batch: int = number(at_least=1)
     device: str
-    data: Data
+    data: Data | None
 
 
 @dataclass
@@ -176,19 +177,20 @@ def parse(cfg: DictConfig, schema: type = Train):
 
 def unknown_key(key: str, schema: type = Train) -> str:
     """The message for a setting that does not exist, with the nearest that does."""
-    known = list(_keys(schema))
-    near = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
-    if not near:  # the right name in the wrong place, or half of it
-        last = difflib.get_close_matches(key.split(".")[-1], [k.split(".")[-1] for k in known], n=1, cutoff=0.6)
-        near = [k for k in known if last and k.split(".")[-1] == last[0]]
-    return f"unknown setting {key}" + (f": did you mean {near[0]}?" if near else ": --help lists all there are")
+    best, score = "", 0.6
+    for known in _keys(schema):  # the whole name, or its last part where only that was given
+        for a, b in ((key, known), (key.split(".")[-1], known.split(".")[-1])):
+            if (ratio := difflib.SequenceMatcher(None, a, b).ratio()) > score:
+                best, score = known, ratio
+    return f"unknown setting {key}: " + (f"did you mean {best}?" if best else "--help lists all there are")
 
 
 def _keys(schema: type, prefix: str = ""):
     for item in fields(schema):
         yield prefix + item.name
-        if is_dataclass(item.type):
-            yield from _keys(item.type, f"{prefix}{item.name}.")
+        for kind in get_args(item.type) or [item.type]:
+            if is_dataclass(kind):
+                yield from _keys(kind, f"{prefix}{item.name}.")
 
 
 def _check_ranges(node, prefix: str = ""):
@@ -227,7 +229,8 @@ def _check_rules(cfg):
         t = cfg.tokenizer
         if t.kind == "bpe" and (t.vocab_size is None or t.pattern is None):
             raise ValueError("tokenizer.kind=bpe needs tokenizer.vocab_size and tokenizer.pattern, got null")
-    if hasattr(cfg, "data") and cfg.data.source == "files" and not cfg.data.paths:
+    data = getattr(cfg, "data", None)
+    if data is not None and data.source == "files" and not data.paths:
         raise ValueError("data=files needs data.paths, got []: give for example data.paths='[books/*.txt]'")
     if not isinstance(cfg, Train):
         return

@@ -39,6 +39,11 @@ class Tokenizer(ABC):
     def end_of_text(self) -> int:
         return self.vocab_size - 1
 
+    @property
+    def beginning(self) -> int:
+        """What an empty prompt starts from."""
+        return self.end_of_text
+
     def decode(self, tokens: Iterable[int]) -> str:
         """The text of some ids; bytes that are no UTF-8 (half a character) become U+FFFD."""
         return b"".join(self.token_bytes(int(token)) for token in tokens).decode("utf-8", "replace")

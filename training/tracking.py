@@ -15,7 +15,7 @@ def has_key() -> bool:
         return True
     import wandb
 
-    host = urlparse(wandb.Settings().base_url).hostname
+    host = urlparse(wandb.setup().settings.base_url).hostname
     try:
         return netrc.netrc(os.environ.get("NETRC")).authenticators(host) is not None
     except (FileNotFoundError, netrc.NetrcParseError):

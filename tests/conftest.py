@@ -1,0 +1,62 @@
+"""Shared by all tests: small models, settings as the command line would compose them, and no network."""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+
+from conf import entry, schema
+from model import GPT
+
+@pytest.fixture(autouse=True)
+def alone(tmp_path, monkeypatch):
+    """Each test in a folder of its own, without keys, with one thread and a fixed seed."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_BASE_URL", "NETRC"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("HOME", "WANDB_DIR", "WANDB_CACHE_DIR", "WANDB_CONFIG_DIR", "WANDB_DATA_DIR"):
+        folder = tmp_path / ".home" / name.lower()
+        folder.mkdir(parents=True)
+        monkeypatch.setenv(name, str(folder))
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    yield
+    if "wandb" in sys.modules:  # it remembers the environment of its first use
+        sys.modules["wandb"].teardown()
+
+
+@pytest.fixture
+def small():
+    """Makes a model that is small enough for float64 and large enough for its parts to differ."""
+
+    def make(vocab_size=17, **arguments) -> GPT:
+        shape = {"d_model": 16, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "d_ff": 24, "max_seq_len": 32}
+        model = GPT(vocab_size, **{**shape, **arguments}).double()
+        for parameter in model.parameters():  # far from the calm of initialisation
+            torch.nn.init.normal_(parameter, std=0.3)
+        return model.eval()
+
+    return make
+
+
+@pytest.fixture
+def settings():
+    """Gives the parsed config of a command line."""
+
+    def make(*overrides: str, config: str = "train", kind: type = schema.Train):
+        with initialize_config_dir(str(entry.REPOSITORY / "conf"), version_base="1.3"):
+            return schema.parse(compose(config, overrides=list(overrides)), kind)
+
+    return make
+
+
+@pytest.fixture
+def reference():
+    """The folder of reference data; tests that need it are skipped without."""
+    folder = os.environ.get("REFERENCE_DATA")
+    if folder is None or not Path(folder).is_dir():
+        pytest.skip("REFERENCE_DATA names no folder")
+    return Path(folder)

@@ -1,0 +1,41 @@
+"""Who may import whom."""
+
+import ast
+
+import pytest
+
+from conf.entry import REPOSITORY
+
+ALLOWED = {
+    "model": {"model"},
+    "data": {"data"},
+    "conf": {"conf"},
+    "training": {"training", "model"},
+    "scripts": {"model", "data", "conf", "training"},
+}
+LAZY = {"wandb", "datasets", "rustbpe", "transformers", "tiktoken"}  # imported where used, or not at all
+
+
+def imports(path) -> set[tuple[str, bool]]:
+    """(top-level module, whether at the top of the file) of every import."""
+    tree = ast.parse(path.read_text())
+    found = set()
+    for node in ast.walk(tree):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [node.module]
+        found |= {(name.split(".")[0], node in tree.body) for name in names}
+    return found
+
+
+@pytest.mark.parametrize("package", ALLOWED)
+def test_packages_import_what_lies_below_them_only(package):
+    ours = {*ALLOWED, "train", "tests"}
+    files = sorted((REPOSITORY / package).glob("*.py"))
+    assert files
+    for path in files:
+        for module, at_top in imports(path):
+            assert module not in ours or module in ALLOWED[package], f"{path} imports {module}"
+            assert not (at_top and module in LAZY), f"{path} imports {module} at its top"

@@ -1,0 +1,158 @@
+"""Whole runs, in miniature."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import train
+from conf.entry import REPOSITORY
+from training import checkpoint
+
+SMALL = [
+    "experiment=smoke",
+    "model.dropout=0.1",
+    "batch_tokens=128",
+    "micro_batch=2",  # of 4 rows
+    "steps=8",
+    "every.log=1",
+    "every.evaluate=3",
+    "every.sample=4",
+    "every.checkpoint=100",
+    "data.paths=[words.txt]",
+    "data.validation=[]",
+]
+
+
+@pytest.fixture
+def run(settings, tmp_path):
+    """Trains with SMALL and the given overrides; returns the run's folder."""
+    (tmp_path / "words.txt").write_text("".join(f"{i} times {i} is {i * i}.\n" for i in range(50)))
+
+    def make(name: str, *overrides: str) -> Path:
+        train.train(settings(*SMALL, *overrides), tmp_path / "runs" / name)
+        return tmp_path / "runs" / name
+
+    return make
+
+
+def rows(run: Path) -> list[dict]:
+    """metrics.jsonl without what a clock decides."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [{name: value for name, value in line.items() if name != "clock"} for line in lines]
+
+
+def final(run: Path) -> tuple[dict, dict]:
+    folder = checkpoint.find(run, for_training=True)
+    weights = checkpoint.load_file(folder / "model.safetensors")
+    return weights, checkpoint.load_training(folder)
+
+
+def same(a, b) -> bool:
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(same, a, b))
+    return a == b
+
+
+@pytest.mark.parametrize("stop", [1, 3, 4, 7])
+def test_stopping_and_resuming_is_never_having_stopped(run, stop):
+    """Bit for bit: weights, optimizer, random numbers and every row; with dropout and accumulation, over an epoch's edge."""
+    whole = run("whole")
+    assert rows(whole)[-1]["epoch"] > 1
+    parts = run("parts", f"stop_after={stop}")
+    assert [row["step"] for row in rows(parts)] == list(range(1, stop + 1))
+    resumed = run("parts", "resume=auto")
+    evaluated = {"validation_loss", "perplexity", "bits_per_byte"}  # the first part ends with an evaluation of its own
+    for expected, found in zip(rows(whole), rows(resumed), strict=True):
+        if found["step"] == stop:
+            expected, found = ({k: v for k, v in row.items() if k not in evaluated} for row in (expected, found))
+        assert found == expected
+    (weights, state), (resumed_weights, resumed_state) = final(whole), final(resumed)
+    assert same(weights, resumed_weights)
+    for name in ("optimizer", "rng", "choices", "scaler"):
+        assert same(state[name], resumed_state[name]), name
+    assert state["samples"] == [sample for sample in resumed_state["samples"] if sample["step"] in (4, 8)]
+
+
+def test_resuming_from_a_path_is_a_new_run(run):
+    first = run("first", "stop_after=4")
+    before = (first / "metrics.jsonl").read_text()
+    fork = run("fork", f"resume={first}")
+    assert [row["step"] for row in rows(fork)] == [5, 6, 7, 8]
+    assert (first / "metrics.jsonl").read_text() == before
+    assert same(final(run("whole"))[0], final(fork)[0])
+
+
+def test_evaluating_sampling_and_logging_change_nothing(run):
+    often = run("often", "every.evaluate=1", "every.sample=1", "every.checkpoint=1")
+    seldom = run("seldom", "every.evaluate=8", "every.sample=8", "every.log=8")
+    assert same(final(often)[0], final(seldom)[0])
+
+
+def test_another_seed_is_another_run(run):
+    assert not same(final(run("one"))[0], final(run("two", "seed=1"))[0])
+
+
+def test_a_finished_run_has_nothing_left_to_do(run):
+    run("first")
+    with pytest.raises(ValueError, match="8 steps are done, the run ends at 8; give more steps"):
+        run("first", "resume=auto")
+
+
+def test_a_context_longer_than_the_corpus_is_refused_with_the_numbers(run):
+    with pytest.raises(ValueError, match=r"seq_len 60 needs at least 61 tokens, but the validation text has \d+"):
+        run("long", "seq_len=60", "batch_tokens=240", "data.validation_share=0.01")
+
+
+def test_a_loss_that_is_not_finite_ends_the_run_with_a_line(run):
+    with pytest.raises(ValueError, match=r"the loss of step \d is (nan|inf): try a lower optimizer.lr"):
+        run("hot", "optimizer.lr=1e30", "optimizer.clip=1e30", "schedule.warmup=0")
+
+
+def test_tracking_mirrors_the_run(run, monkeypatch):
+    folder = run("tracked", "tracking.mode=offline")
+    assert list(folder.glob("wandb/offline-run-*"))
+    assert f"wandb sync {folder}" in (folder / "README.txt").read_text()
+
+
+def test_compiled_training_is_eager_training(run):
+    eager, compiled = run("eager", "model.dropout=0"), run("compiled", "model.dropout=0", "compile=true")
+    for a, b in zip(rows(eager), rows(compiled), strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], rel=1e-4)
+
+
+def test_the_whole_story_on_the_command_line(tmp_path):
+    """`experiment=smoke`, then its checkpoint moved away and used without corpus, from another folder."""
+
+    def command(*arguments, cwd=tmp_path):
+        result = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, cwd=cwd, timeout=120)
+        assert result.returncode == 0, result.stderr
+        return result
+
+    out = command(str(REPOSITORY / "train.py"), "experiment=smoke").stdout
+    (folder,) = (tmp_path / "runs").iterdir()
+    for expected in ("37,152 parameters", "step 20/20", "bits per byte", "def ", str(folder.name)):
+        assert expected in out
+    assert {p.name for p in folder.iterdir()} == {"config.yaml", "metrics.jsonl", "README.txt", "checkpoints"}
+    measured = command("-m", "scripts.evaluate", f"checkpoint={folder}").stdout
+    assert f"loss           {rows(folder)[-1]['validation_loss']:.4f} nats per token" in measured
+    assert f"bits per byte  {rows(folder)[-1]['bits_per_byte']:.4f}" in measured
+
+    elsewhere = tmp_path / "elsewhere"
+    checkpoint.find(folder).rename(elsewhere)
+    away = tmp_path / "away"
+    away.mkdir()
+    arguments = ["-m", "scripts.generate", f"checkpoint={elsewhere}", "max_new_tokens=140", "num_samples=2"]
+    first, second = (command(*arguments, "--", "To", "be,", cwd=away) for _ in range(2))
+    assert first.stdout == second.stdout
+    assert first.stdout.count("To be,") == 2
+    assert first.stderr.count("\n") == 1 and "longer than the context of 128 tokens" in first.stderr
+    assert command("-m", "scripts.generate", f"checkpoint={elsewhere}", cwd=away).stdout  # an empty prompt is fine
+    assert not list(away.iterdir())

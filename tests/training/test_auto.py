@@ -1,0 +1,55 @@
+import pytest
+import torch
+
+from training import auto
+
+ASKED = {"precision": "auto", "compile": "auto", "attention": "auto", "micro_batch": "auto"}
+WORK = {"rows": 32, "seq_len": 128, "vocab_size": 4096, "flops": 1e13, "saved": {}}
+
+
+def choose(device="cpu", **changes):
+    return auto.choose(**{**ASKED, **WORK, "device": torch.device(device), **changes})
+
+
+@pytest.mark.parametrize(("units", "precision"), [({}, "fp32"), ({"amx_bf16": True}, "bf16"), ({"avx512_bf16": True}, "bf16")])
+def test_a_cpu_takes_bf16_only_with_units_for_it(monkeypatch, units, precision):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: units)
+    assert choose()["precision"] == precision
+
+
+def test_short_runs_are_not_compiled(monkeypatch):
+    monkeypatch.setattr(auto.shutil, "which", lambda name: "/usr/bin/c++")
+    assert choose(flops=1e9)["compile"] is False
+    assert choose(flops=1e15)["compile"] is True
+    monkeypatch.setattr(auto.shutil, "which", lambda name: None)
+    assert choose(flops=1e15)["compile"] is False
+
+
+def test_what_was_asked_for_or_saved_is_kept():
+    assert choose(precision="bf16", compile=True, attention="written", micro_batch=8) == {
+        "precision": "bf16",
+        "compile": True,
+        "attention": "written",
+        "micro_batch": 8,
+    }
+    saved = {"precision": "bf16", "compile": True, "attention": "written", "micro_batch": 2}
+    assert choose(saved=saved) == saved
+    assert choose(saved=saved, attention="fused")["attention"] == "fused"
+
+
+def test_micro_batches_divide_the_batch_and_bound_the_logits():
+    for rows in (1, 7, 12, 32):
+        for vocab_size in (256, 50_000, 10**9):
+            micro = choose(rows=rows, vocab_size=vocab_size)["micro_batch"]
+            assert rows % micro == 0
+            assert micro == 1 or 4 * micro * 128 * vocab_size <= 2**28
+
+
+def test_what_a_device_cannot_do_is_refused():
+    with pytest.raises(ValueError, match="fp16 needs a GPU"):
+        choose(precision="fp16")
+    with pytest.raises(ValueError, match="device nonsense"):
+        auto.choose_device("nonsense")
+    if not torch.cuda.is_available():
+        with pytest.raises(ValueError, match="device cuda"):
+            auto.choose_device("cuda")

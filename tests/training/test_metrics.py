@@ -1,0 +1,46 @@
+import json
+
+import pytest
+
+from training.metrics import MetricsLog, Screen, Stopwatch, duration
+
+
+def test_rows_are_on_the_disk_at_once_and_a_resumed_run_rewinds(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    log = MetricsLog(path, 0)
+    for step in (10, 20, 30):
+        log.write({"step": step, "loss": 1 / step})
+        assert json.loads(path.read_text().splitlines()[-1])["step"] == step
+    with path.open("a") as file:
+        file.write('{"step": 40, "lo')  # killed
+    MetricsLog(path, 20).write({"step": 30, "loss": 7})
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [10, 20, 30]
+    assert json.loads(path.read_text().splitlines()[-1])["loss"] == 7
+
+
+def test_without_a_terminal_every_report_is_a_plain_line(capsys):
+    row = {"loss": 2.5, "lr": 1e-3, "grad_norm": 0.5, "clock": {"tokens_per_second": 12345.6}}
+    with Screen(100, 0) as screen:
+        screen.report(10, row, 75, keep=False)
+        screen.report(20, row | {"validation_loss": 3.0, "bits_per_byte": 1.5}, 0, keep=True)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "step  10/100  loss 2.5000  rate 1.00e-03  norm 0.50  12,346 tokens/s  left 1:15"
+    assert "validation 3.0000 (1.500 bits per byte)" in lines[1]
+    assert len(lines) == 2
+
+
+def test_a_stopwatch_stands_still_while_it_is_paused(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("training.metrics.time.perf_counter", lambda: now[0])
+    watch = Stopwatch()
+    now[0] = 3
+    with watch:
+        now[0] = 10
+        assert watch.seconds() == 3
+    now[0] = 11
+    assert watch.seconds() == 4
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(0, "0:00"), (59.6, "1:00"), (3661, "1:01:01")])
+def test_durations(seconds, text):
+    assert duration(seconds) == text
