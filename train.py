@@ -52,7 +52,8 @@ def train(cfg: Train, run: Path):
     device = auto.choose_device(cfg.device)
     if device.type == "cpu":  # only so does compiled code repeat bit for bit; it costs nothing there
         torch.use_deterministic_algorithms(True)
-    torch.set_float32_matmul_precision("high")
+    if device.type == "cuda":
+        torch.set_float32_matmul_precision("high")
     model = GPT(tokenizer.vocab_size, **asdict(cfg.model)).to(device)
     choices = auto.choose(
         precision=cfg.precision,
@@ -106,7 +107,9 @@ def train(cfg: Train, run: Path):
         model.eval()
         with autocast:
             options = {"temperature": s.temperature, "top_k": s.top_k, "top_p": s.top_p, "overflow": "slide"}
-            columns = list(generate(model, torch.tensor([prompt], device=device), s.tokens, seeds=[cfg.seed], **options))
+            columns = list(
+                generate(model, torch.tensor([prompt], device=device), s.tokens, seeds=[cfg.seed], **options)
+            )
         model.train()
         text = s.prompt + tokenizer.decode(torch.cat(columns).tolist())
         samples.append({"step": step, "prompt": s.prompt, "text": text})
@@ -123,9 +126,12 @@ def train(cfg: Train, run: Path):
         return target
 
     print(f"run       {run}")
-    print(f"text      {len(corpus.train):,} tokens to learn from, {len(corpus.validation):,} held out, in {corpus.folder}")
+    print(
+        f"text      {len(corpus.train):,} tokens to learn from, {len(corpus.validation):,} held out, in {corpus.folder}"
+    )
     print(f"model     {model.n_parameters():,} parameters, vocabulary {tokenizer.vocab_size:,}")
-    print(f"steps     {end - start} of {cfg.batch_tokens:,} tokens, {batches.epoch(end) - batches.epoch(start):.1f} epochs")
+    epochs = batches.epoch(end) - batches.epoch(start)
+    print(f"steps     {end - start} of {cfg.batch_tokens:,} tokens, {epochs:.1f} epochs")
     print(f"device    {device}, " + ", ".join(f"{name} {value}" for name, value in choices.items()), flush=True)
 
     # --- training ---
@@ -144,9 +150,7 @@ def train(cfg: Train, run: Path):
         last_seconds, last_step = 0.0, start
         for step in range(start, end):
             tokens, targets = (piece.to(device, non_blocking=True) for piece in batches.batch(step))
-            lr = learning_rate(
-                step, steps=cfg.steps, peak=o.lr, warmup=s.warmup, decay=s.decay, final=s.final
-            )
+            lr = learning_rate(step, steps=cfg.steps, peak=o.lr, warmup=s.warmup, decay=s.decay, final=s.final)
             loss, norm = train_step(
                 forward,
                 optimizer,

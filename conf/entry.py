@@ -91,7 +91,9 @@ def _explain(error: Exception, schema: type) -> str:
     message = " ".join(str(error).split())
     if key := re.search(r"Could not (?:override|append to config.*?) '([^']+)'", message):
         return unknown_key(key[1], schema)
-    if choice := re.search(r"Could not find '(.+)/(.+?)' Available options in '.*?': (.*?) Config search path", message):
+    if choice := re.search(
+        r"Could not find '(.+)/(.+?)' Available options in '.*?': (.*?) Config search path", message
+    ):
         group, given, options = choice.groups()
         near = difflib.get_close_matches(given, options.split(), n=1)
         hint = f": did you mean {near[0]}?" if near else f": there are {', '.join(options.split())}"

@@ -65,7 +65,9 @@ def open_corpus(folder: str | Path) -> Corpus:
     except json.JSONDecodeError as error:
         raise ValueError(f"{folder}/manifest.json is damaged ({error}): {_MEND.format(folder)}") from None
     if manifest["format"] != FORMAT:
-        raise ValueError(f"{folder} has format {manifest['format']}, this version reads {FORMAT}: {_MEND.format(folder)}")
+        raise ValueError(
+            f"{folder} has format {manifest['format']}, this version reads {FORMAT}: {_MEND.format(folder)}"
+        )
     size = np.dtype(manifest["dtype"]).itemsize
     for split in manifest["splits"].values():
         for shard in split["shards"]:

@@ -51,7 +51,9 @@ def _prepare(data: dict, tokenizer: dict, root: Path, folder: Path):
     made = make_tokenizer(tokenizer, training, validation)
     beside = root / f".{folder.name}.{secrets.token_hex(4)}"
     try:
-        write_corpus(beside, made, training, validation, source={**data, **sources.identity(data["source"], data["paths"])})
+        write_corpus(
+            beside, made, training, validation, source={**data, **sources.identity(data["source"], data["paths"])}
+        )
         os.replace(beside, folder)
     finally:
         shutil.rmtree(beside, ignore_errors=True)  # only there if something failed

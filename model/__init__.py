@@ -1,6 +1,7 @@
 """The model: knows tensors only.
 
-Read in this order: functional (the mathematics), positions, attention, feed_forward, gpt (the whole), cache, generation.
+Read functional first (the mathematics), then positions, attention, feed_forward and gpt (the whole); cache and
+generation write with it.
 """
 
 from model.generation import generate

@@ -11,7 +11,9 @@ from model.functional import causal_mask, rms_norm
 from model.positions import RotaryPositionalEmbedding
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, backend: str, dropout_p: float, training: bool) -> Tensor:
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, backend: str, dropout_p: float, training: bool
+) -> Tensor:
     """q (b h q d), k and v (b g k d) with g key/value heads shared by h / g query heads each -> (b h q d).
 
     `mask` is what may be seen; None means plain causal, which lets the fused kernel skip the upper triangle. Both

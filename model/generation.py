@@ -31,7 +31,9 @@ def keep_top_p(logits: Tensor, p: float) -> Tensor:
     return logits.masked_fill(drop, -math.inf)
 
 
-def sample(logits: Tensor, uniform: Tensor, temperature: float = 1.0, top_k: int | None = None, top_p: float | None = None):
+def sample(
+    logits: Tensor, uniform: Tensor, temperature: float = 1.0, top_k: int | None = None, top_p: float | None = None
+):
     """logits (b vocab) and one uniform number in [0, 1) a row -> tokens (b,).
 
     Temperature first (0 takes the most likely token), then top_k, then top_p, then the inverse of the cumulative

@@ -86,7 +86,7 @@ class GPT(nn.Module):
         self.initialise()
 
     def initialise(self, std: float = 0.02):
-        """Normal weights; those that write into the residual stream are smaller, since 2 n_layers of them add up (GPT-2)."""
+        """Normal weights; smaller in the 2 n_layers matrices that write into the residual stream, as in GPT-2."""
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
                 nn.init.normal_(module.weight, std=std)
@@ -104,7 +104,7 @@ class GPT(nn.Module):
         documents: Tensor | None = None,
         cache: KVCache | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """tokens (b, s) -> logits (b, s, vocab); with targets (b, s) -> the summed loss in nats and the number of targets.
+        """tokens (b, s) -> logits (b, s, vocab); with targets (b, s) -> the summed loss in nats and its count.
 
         token_positions (s,) or (b, s): where each token stands, for RoPE; by default after what the cache holds. They
         never enter the mask: causality goes by order.
@@ -129,7 +129,7 @@ class GPT(nn.Module):
 
     @staticmethod
     def _mask(s: int, start: int, padding, documents, cache, device) -> Tensor | None:
-        """Who may look where, (b h q k) up to broadcasting; None is plain causal (decided by arguments, never by values)."""
+        """Who may look where, broadcasting to (b h q k); None: plain causal. Decided by arguments, never by values."""
         if padding is None and documents is None and cache is None:
             return None
         mask = causal_mask(s, start + s, device)
@@ -144,7 +144,9 @@ class GPT(nn.Module):
         if token_positions is None and start + s > self.max_seq_len:
             raise ValueError(f"{start + s} tokens are more than max_seq_len {self.max_seq_len}: give fewer, or slide")
         if cache is not None and start + s > cache.capacity:
-            raise ValueError(f"{start + s} tokens are more than the cache's capacity {cache.capacity}: make a larger one")
+            raise ValueError(
+                f"{start + s} tokens are more than the cache's capacity {cache.capacity}: make a larger one"
+            )
         if cache is not None and documents is not None:
             raise ValueError("documents and a cache cannot go together: packing is for training")
 

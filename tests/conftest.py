@@ -11,6 +11,7 @@ from hydra import compose, initialize_config_dir
 from conf import entry, schema
 from model import GPT
 
+
 @pytest.fixture(autouse=True)
 def alone(tmp_path, monkeypatch):
     """Each test in a folder of its own, without keys, with one thread and a fixed seed."""

@@ -63,7 +63,7 @@ def same(a, b) -> bool:
 
 @pytest.mark.parametrize("stop", [1, 3, 4, 7])
 def test_stopping_and_resuming_is_never_having_stopped(run, stop):
-    """Bit for bit: weights, optimizer, random numbers and every row; with dropout and accumulation, over an epoch's edge."""
+    """Bit for bit in weights, optimizer, random state and rows; with dropout, accumulation and an epoch's edge."""
     whole = run("whole")
     assert rows(whole)[-1]["epoch"] > 1
     parts = run("parts", f"stop_after={stop}")

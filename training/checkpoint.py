@@ -35,7 +35,7 @@ def save(
     about: dict,
     training: dict,
 ):
-    """Writes the step folder `folder`. `about` goes into model.json, `training` (plain types and tensors) into training.pt."""
+    """Writes the step folder. `about` goes into model.json, `training` (plain types and tensors) into training.pt."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     beside = folder.parent / f".{folder.name}.{secrets.token_hex(4)}"
     beside.mkdir()
@@ -159,7 +159,7 @@ def load_weights(folder: Path, model: GPT):
 
 
 def load_model(path: str | Path, device: str | torch.device = "cpu") -> GPT:
-    """The model of a run folder or step folder, in evaluation mode. Needs no corpus, no tokenizer and no training.pt."""
+    """The model of a run or step folder, in evaluation mode. Needs no corpus, no tokenizer and no training.pt."""
     folder = find(path)
     model = GPT(**read_about(folder)["arguments"])
     load_weights(folder, model)

@@ -34,7 +34,7 @@ class Evaluation:
 
 
 def windows(n_tokens: int, seq_len: int, stride: int) -> list[tuple[int, int, int]]:
-    """(start, length, scored) of each window: it reads `length` tokens from `start` and scores its last `scored` targets.
+    """(start, length, scored) of each window: it reads `length` tokens from `start` and scores its last targets.
 
     Together they score every token of a text but the first, once; from the second window on, each token has at least
     seq_len - stride tokens before it. stride = seq_len: side by side, no overlap.

@@ -54,7 +54,11 @@ def test_run_folders_are_new_unless_a_run_is_resumed(tmp_path):
     assert first != second
     assert re.fullmatch(r"runs/\d{8}-\d{6}-a\.b-[0-9a-f]{6}", first)
     assert run_dir("auto", "a.b") not in (first, second)  # none has a checkpoint
-    old, new, other = "runs/20200101-000000-a.b-000000", "runs/20210101-000000-a.b-000000", "runs/20220101-000000-axb-000000"
+    old, new, other = (
+        "runs/20200101-000000-a.b-000000",
+        "runs/20210101-000000-a.b-000000",
+        "runs/20220101-000000-axb-000000",
+    )
     for run in (old, new, other):
         (tmp_path / run / "checkpoints/step_1").mkdir(parents=True)
         (tmp_path / run / "checkpoints/step_1/manifest.json").touch()

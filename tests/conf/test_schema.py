@@ -10,7 +10,6 @@ from model import GPT
 from training.optimizer import build_optimizer
 from training.schedule import learning_rate
 
-
 CONF = REPOSITORY / "conf"
 
 

@@ -42,7 +42,9 @@ def test_grouped_query_attention_is_full_attention_with_repeated_heads():
     grouped, full = attention(n_kv_heads=2), attention()
     full.load_state_dict(
         {
-            name: weight if name in ("wq.weight", "wo.weight") else weight.view(2, 1, 4, 16).repeat(1, 2, 1, 1).view(16, 16)
+            name: weight
+            if name in ("wq.weight", "wo.weight")
+            else weight.view(2, 1, 4, 16).repeat(1, 2, 1, 1).view(16, 16)
             for name, weight in grouped.state_dict().items()
         }
     )

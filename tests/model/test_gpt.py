@@ -5,7 +5,12 @@ import torch
 
 from model import GPT
 
-ARCHITECTURES = [{}, {"qk_norm": True, "tied": True}, {"positions": "none"}, {"pairing": "interleaved", "n_kv_heads": None}]
+ARCHITECTURES = [
+    {},
+    {"qk_norm": True, "tied": True},
+    {"positions": "none"},
+    {"pairing": "interleaved", "n_kv_heads": None},
+]
 architectures = pytest.mark.parametrize("arguments", ARCHITECTURES, ids=str)
 
 
@@ -94,7 +99,10 @@ def test_a_new_model_expects_every_token_alike():
 def test_what_writes_into_the_residual_stream_starts_smaller():
     model = GPT(17, d_model=64, n_layers=8, n_heads=4, d_ff=128, max_seq_len=32)
     for block in model.blocks:
-        for small, large in ((block.attention.wo, block.attention.wq), (block.feed_forward.down, block.feed_forward.up)):
+        for small, large in (
+            (block.attention.wo, block.attention.wq),
+            (block.feed_forward.down, block.feed_forward.up),
+        ):
             ratio = (large.weight.std() / small.weight.std()).item()
             assert ratio == pytest.approx(4.0, rel=0.1)  # sqrt(2 * 8)
 

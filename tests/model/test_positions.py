@@ -22,7 +22,10 @@ def test_scores_depend_on_the_distance_only(rope):
     q, k = torch.randn(8, dtype=torch.float64), torch.randn(8, dtype=torch.float64)
 
     def score(m: int, n: int):
-        return rope(q.view(1, 1, 1, 8), torch.tensor([m])).flatten() @ rope(k.view(1, 1, 1, 8), torch.tensor([n])).flatten()
+        return (
+            rope(q.view(1, 1, 1, 8), torch.tensor([m])).flatten()
+            @ rope(k.view(1, 1, 1, 8), torch.tensor([n])).flatten()
+        )
 
     for shift in (1, 17, 50):
         torch.testing.assert_close(score(9, 4), score(9 + shift, 4 + shift), rtol=1e-5, atol=1e-6)

@@ -11,7 +11,9 @@ def choose(device="cpu", **changes):
     return auto.choose(**{**ASKED, **WORK, "device": torch.device(device), **changes})
 
 
-@pytest.mark.parametrize(("units", "precision"), [({}, "fp32"), ({"amx_bf16": True}, "bf16"), ({"avx512_bf16": True}, "bf16")])
+@pytest.mark.parametrize(
+    ("units", "precision"), [({}, "fp32"), ({"amx_bf16": True}, "bf16"), ({"avx512_bf16": True}, "bf16")]
+)
 def test_a_cpu_takes_bf16_only_with_units_for_it(monkeypatch, units, precision):
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: units)
     assert choose()["precision"] == precision

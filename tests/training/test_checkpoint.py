@@ -15,7 +15,9 @@ def saved(small, tmp_path):
 
     def save(step, model):
         folder = tmp_path / "run" / "checkpoints" / f"step_{step:08}"
-        checkpoint.save(folder, model, ByteTokenizer().save, {"step": step, "seq_len": 8}, {"optimizer": {"step": step}})
+        checkpoint.save(
+            folder, model, ByteTokenizer().save, {"step": step, "seq_len": 8}, {"optimizer": {"step": step}}
+        )
         return folder
 
     model = small(257, tied=True).float()
@@ -67,7 +69,10 @@ FILES = ["model.safetensors", "model.json", "training.pt"]
 @pytest.mark.parametrize(
     ("name", "damage"),
     # a flipped bit in a manifest is found in the file whose sum it changed, if it can be read at all
-    [*((name, damage) for name in FILES for damage in DAMAGE), *(("manifest.json", d) for d in ("half", "nothing", "gone"))],
+    [
+        *((name, damage) for name in FILES for damage in DAMAGE),
+        *(("manifest.json", d) for d in ("half", "nothing", "gone")),
+    ],
 )
 def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(saved, name, damage):
     run, _ = saved

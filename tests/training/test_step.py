@@ -72,7 +72,10 @@ def test_matrices_decay_and_norms_and_embeddings_do_not(small):
         names = {id(p): name for name, p in model.named_parameters()}
         assert (decay["weight_decay"], rest["weight_decay"]) == (0.1, 0.0)
         decays = {names[id(p)] for p in decay["params"]}
-        assert all(".w" in name or ".gate" in name or ".up" in name or ".down" in name or name == "head.weight" for name in decays)
+        assert all(
+            ".w" in name or ".gate" in name or ".up" in name or ".down" in name or name == "head.weight"
+            for name in decays
+        )
         assert ("head.weight" in decays) == (not tied)
         assert "embedding.weight" in {names[id(p)] for p in rest["params"]}
         assert len(decay["params"]) + len(rest["params"]) == len(names)

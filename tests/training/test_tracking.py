@@ -23,7 +23,16 @@ def test_without_a_key_the_run_is_offline_and_holds_what_was_logged(tmp_path):
     command = tracking.how_to_sync(run)
     assert command.startswith(f"wandb sync {folder}/wandb/offline-run-")
 
-    inspect = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", "--summary", command.removeprefix("wandb sync ")]
+    inspect = [
+        sys.executable,
+        "-m",
+        "wandb",
+        "leet",
+        "inspect",
+        "--json",
+        "--summary",
+        command.removeprefix("wandb sync "),
+    ]
     result = subprocess.run(inspect, capture_output=True, text=True, timeout=60)
     assert result.returncode == 0, result.stderr
     text = result.stdout
