@@ -1,0 +1,102 @@
+"""Every command of the README runs: here in miniature, with its own overrides and small ones."""
+
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from conf.entry import REPOSITORY
+
+README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+COMMANDS = [
+    line.split(" #")[0].strip()
+    for block in re.findall(r"```sh\n(.*?)```", README, re.DOTALL)
+    for line in block.splitlines()
+    if line.strip()
+]
+TRAIN = ["steps=6", "stop_after=null", "batch_tokens=256", "seq_len=64", "schedule.warmup=2", "evaluation_tokens=512"]
+TRAIN += [
+    "model.d_model=16",
+    "model.n_heads=2",
+    "model.n_layers=1",
+    "model.d_ff=16",
+    "every.sample=6",
+    "sample.tokens=5",
+]
+TRAIN += ["tracking.mode=disabled"]
+TEXT = ["data=files", "data.paths=[books/*.txt]", "tokenizer.vocab_size=300"]  # for the plays, which pip would fetch
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A folder with books and a run that stopped early, called NAME."""
+    folder = tmp_path_factory.mktemp("readme")
+    (folder / "books").mkdir()
+    for name in ("emma", "persuasion"):
+        text = "".join(f"{name} wrote {i} letters to {i + 1} friends.\n" for i in range(60))
+        (folder / "books" / f"{name}.txt").write_text(text)
+    small = [*TRAIN, *TEXT, "stop_after=3", "hydra.run.dir=runs/20260101-000000-inkling-000000"]
+    run(folder, [str(REPOSITORY / "train.py"), *small])
+    (folder / "runs" / "NAME").symlink_to("20260101-000000-inkling-000000")
+    return folder
+
+
+@pytest.fixture
+def folder(trained, tmp_path):
+    return shutil.copytree(trained, tmp_path / "folder", symlinks=True)
+
+
+def run(folder, arguments) -> str:
+    result = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, cwd=folder, timeout=200)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def miniature(command: str) -> list[str]:
+    """The arguments of a command, with ours behind its own where it trains or prepares."""
+    program, *words = shlex.split(command)
+    assert program == "python", command
+    if words[0] == "train.py":
+        own = words[1:]
+        ours = [] if {"--help", "experiment=smoke"} & set(own) else [*TRAIN, *TEXT]
+        taken = {word.split("=")[0] for word in own}
+        if "tokenizer=bytes" in own:
+            taken.add("tokenizer.vocab_size")
+        own = ["steps=6" if word.startswith("steps=") else word for word in own]
+        return [str(REPOSITORY / "train.py"), *own, *(word for word in ours if word.split("=")[0] not in taken)]
+    if words[1] == "scripts.prepare":
+        return [*words, *TEXT[:2]]
+    return words
+
+
+def test_there_are_commands():
+    assert len(COMMANDS) > 10
+
+
+@pytest.mark.parametrize("command", [c for c in COMMANDS if c.startswith("python")])
+def test_the_command_works(folder, command):
+    if "scripts.runs" in command:
+        pytest.importorskip("matplotlib")
+    arguments = miniature(command)
+    assert run(folder, arguments)
+
+
+@pytest.mark.parametrize("command", [c for c in COMMANDS if not c.startswith("python")])
+def test_the_other_commands_are_in_the_makefile(command):
+    program, target = command.split()
+    assert program == "make"
+    assert re.search(rf"^{target}:", (REPOSITORY / "Makefile").read_text(), re.MULTILINE)
+
+
+def test_the_example_in_python_works(folder):
+    (code,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    assert run(folder, ["-c", code]).strip()
+
+
+def test_every_file_that_the_readme_names_is_there():
+    for name in re.findall(r"`([\w/]+\.(?:py|yaml|png))`|\]\((docs/[\w.]+)\)", README):
+        name = "".join(name)
+        assert list(REPOSITORY.glob(f"**/{name}")), name
