@@ -26,13 +26,13 @@ clean:
 
 # Installed once, and again when what to install has changed. requirements.lock pins every version.
 $(VENV)/train.stamp: requirements.lock pyproject.toml | $(BIN)/python
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c requirements.lock -e .
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --config-settings editable_mode=compat -c requirements.lock -e .
 	touch $@
 
 $(VENV)/test.stamp: requirements.lock pyproject.toml | $(BIN)/python
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c requirements.lock -e ".[test]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --config-settings editable_mode=compat -c requirements.lock -e ".[test]"
 	touch $@ $(VENV)/train.stamp
 
 $(BIN)/python:
 	@test -n "$(PYTHON)" || { echo "error: no Python 3.11, 3.12 or 3.13 found: install one, or make PYTHON=PATH" >&2; exit 2; }
-	$(PYTHON) -m venv $(VENV)
+	$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }

@@ -2,7 +2,7 @@
 
 import math
 import os
-import time
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
@@ -14,6 +14,7 @@ from conf.entry import entry_point
 from conf.schema import Train
 from data.batches import Batches
 from data.prepare import prepare
+from data.tokenizer import load_tokenizer
 from model import GPT, generate
 from training import auto, checkpoint, tracking
 from training.compilation import compile_forward
@@ -37,23 +38,26 @@ def train(cfg: Train, run: Path):
     if (folder := find_start(cfg.resume, run)) is not None:
         start, saved = checkpoint.read_about(folder)["step"], checkpoint.load_training(folder)
         print(f"resuming from {folder}: {start} steps are done")
+        for difference in differences(saved["config"], asdict(cfg)):
+            print(f"a setting has changed: {difference}")
     end = min(cfg.steps, cfg.stop_after or cfg.steps)
     if start >= end:
         raise ValueError(f"nothing left to do: {start} steps are done, the run ends at {end}; give more steps")
+    if cfg.resume != "auto" and (newest := checkpoint.newest_step(run)) > start:
+        raise ValueError(
+            f"{run} already holds a checkpoint of step {newest}: resume=auto goes on, or take another folder"
+        )
 
     # --- the text ---
     corpus = prepare(asdict(cfg.data), asdict(cfg.tokenizer))
     corpus.check_length(cfg.seq_len)
     tokenizer, token_lengths = corpus.tokenizer, corpus.tokenizer.token_lengths()
     batches = Batches(corpus.train, cfg.batch_tokens // cfg.seq_len, cfg.seq_len, cfg.seed)
+    prompt = tokenizer.encode(cfg.sample.prompt).tolist() or [tokenizer.beginning]
 
     # --- the model ---
     torch.manual_seed(cfg.seed)
     device = auto.choose_device(cfg.device)
-    if device.type == "cpu":  # only so does compiled code repeat bit for bit; it costs nothing there
-        torch.use_deterministic_algorithms(True)
-    if device.type == "cuda":
-        torch.set_float32_matmul_precision("high")
     model = GPT(tokenizer.vocab_size, **asdict(cfg.model)).to(device)
     choices = auto.choose(
         precision=cfg.precision,
@@ -71,14 +75,18 @@ def train(cfg: Train, run: Path):
     autocast = auto.autocast(device, choices["precision"])
 
     # --- what changes its weights ---
-    o = cfg.optimizer
+    o, s = cfg.optimizer, cfg.schedule
     optimizer = build_optimizer(model, lr=o.lr, betas=o.betas, eps=o.eps, weight_decay=o.weight_decay)
     scaler = torch.amp.GradScaler(device.type, enabled=choices["precision"] == "fp16")
     samples = []
     if folder is not None:
+        same_tokenizer = load_tokenizer(folder / "tokenizer").fingerprint() == tokenizer.fingerprint()
+        checkpoint.check_resumable(folder, model.arguments, same_tokenizer)
         checkpoint.load_weights(folder, model)
-        optimizer.load_state_dict(saved["optimizer"])
-        scaler.load_state_dict(saved["scaler"])
+        settings = optimizer.state_dict()["param_groups"]  # what it remembers is restored, how it is set is ours
+        optimizer.load_state_dict({**saved["optimizer"], "param_groups": settings})
+        if saved["scaler"]:
+            scaler.load_state_dict(saved["scaler"])
         checkpoint.set_rng_state(saved["rng"])
         samples = saved["samples"]
 
@@ -86,51 +94,57 @@ def train(cfg: Train, run: Path):
     run.mkdir(parents=True, exist_ok=True)
     OmegaConf.save(OmegaConf.create(asdict(cfg)), run / "config.yaml")
     log = MetricsLog(run / "metrics.jsonl", start)
-    same_run = folder is not None and folder.parent.parent.resolve() == run.resolve()
-    t = cfg.tracking
     wandb_run = tracking.start(
-        t.mode, t.project, t.timeout, run, asdict(cfg) | choices, saved["wandb_id"] if same_run else None, warn=print
+        cfg.tracking.mode,
+        project=cfg.tracking.project,
+        timeout=cfg.tracking.timeout,
+        folder=run,
+        config=asdict(cfg) | choices,
+        run_id=saved["wandb_id"] if folder is not None and folder.parent.parent == run else None,
+        warn=print,
     )
     (run / "README.txt").write_text(describe(run, tracking.how_to_sync(wandb_run)), encoding="utf-8")
 
     def validate(limit: int | None) -> dict:
-        text = corpus.validation
         result = evaluate(
-            model, text.read, len(text), token_lengths, seq_len=cfg.seq_len, limit=limit, autocast=autocast
+            model,
+            corpus.validation.read,
+            len(corpus.validation),
+            token_lengths,
+            seq_len=cfg.seq_len,
+            batch=choices["micro_batch"],
+            limit=limit,
+            autocast=autocast,
         )
         values = {"validation_loss": result.loss, "perplexity": result.perplexity}
         return values | {"bits_per_byte": result.bits_per_byte}
 
     def write_sample(step: int) -> str:
-        s = cfg.sample
-        prompt = tokenizer.encode(s.prompt).tolist() or [tokenizer.beginning]
+        c = cfg.sample
+        options = {"temperature": c.temperature, "top_k": c.top_k, "top_p": c.top_p, "seeds": [cfg.seed]}
         model.eval()
         with autocast:
-            options = {"temperature": s.temperature, "top_k": s.top_k, "top_p": s.top_p, "overflow": "slide"}
-            columns = list(
-                generate(model, torch.tensor([prompt], device=device), s.tokens, seeds=[cfg.seed], **options)
-            )
+            start_from = torch.tensor([prompt], device=device)
+            columns = list(generate(model, start_from, c.tokens, **options, overflow="slide"))
         model.train()
-        text = s.prompt + tokenizer.decode(torch.cat(columns).tolist())
-        samples.append({"step": step, "prompt": s.prompt, "text": text})
+        text = c.prompt + tokenizer.decode(torch.cat(columns).tolist())
+        samples.append({"step": step, "prompt": c.prompt, "text": text})
         tracking.log_samples(wandb_run, samples)
         return text
 
     def save(step: int, row: dict) -> Path:
         target = run / "checkpoints" / f"step_{step:08}"
         results = {name: row[name] for name in ("loss", "validation_loss", "bits_per_byte") if name in row}
-        about = {"step": step, "seq_len": cfg.seq_len, "data": asdict(cfg.data), **results}
+        about = {"step": step, "seq_len": cfg.seq_len, "precision": choices["precision"], "data": asdict(cfg.data)}
         state = {"optimizer": optimizer.state_dict(), "scaler": scaler.state_dict(), "rng": checkpoint.rng_state()}
-        state |= {"choices": choices, "samples": samples, "wandb_id": wandb_run.id}
-        checkpoint.save(target, model, tokenizer.save, about, state)
+        state |= {"config": asdict(cfg), "choices": choices, "samples": samples, "wandb_id": wandb_run.id}
+        checkpoint.save(target, model, tokenizer.save, about | results, state)
         return target
 
-    print(f"run       {run}")
-    print(
-        f"text      {len(corpus.train):,} tokens to learn from, {len(corpus.validation):,} held out, in {corpus.folder}"
-    )
-    print(f"model     {model.n_parameters():,} parameters, vocabulary {tokenizer.vocab_size:,}")
     epochs = batches.epoch(end) - batches.epoch(start)
+    print(f"run       {run}")
+    print(f"text      {len(corpus.train):,} tokens to learn from, {len(corpus.validation):,} held out, {corpus.folder}")
+    print(f"model     {model.n_parameters():,} parameters, vocabulary {tokenizer.vocab_size:,}")
     print(f"steps     {end - start} of {cfg.batch_tokens:,} tokens, {epochs:.1f} epochs")
     print(f"device    {device}, " + ", ".join(f"{name} {value}" for name, value in choices.items()), flush=True)
 
@@ -138,18 +152,16 @@ def train(cfg: Train, run: Path):
     model.train()
     forward = model
     if choices["compile"]:
-        print("compiling, once", end="", flush=True)
-        began = time.perf_counter()
+        print("compiling, once, for a minute or so", flush=True)
         some = [piece[: choices["micro_batch"]].to(device) for piece in batches.batch(start)]
         forward = compile_forward(model, *some, autocast, warn=print)
-        print(f": {time.perf_counter() - began:.0f} s")
+        choices["compile"] = forward is not model
 
-    s = cfg.schedule
     watch = Stopwatch()
+    last_step, last_seconds = start, 0.0
     with Screen(cfg.steps, start) as screen:
-        last_seconds, last_step = 0.0, start
         for step in range(start, end):
-            tokens, targets = (piece.to(device, non_blocking=True) for piece in batches.batch(step))
+            tokens, targets = (piece.to(device) for piece in batches.batch(step))
             lr = learning_rate(step, steps=cfg.steps, peak=o.lr, warmup=s.warmup, decay=s.decay, final=s.final)
             loss, norm = train_step(
                 forward,
@@ -164,34 +176,27 @@ def train(cfg: Train, run: Path):
             )
 
             done = step + 1
-            finished = done == end
-
-            def due(every: int, done=done, finished=finished) -> bool:
-                return done % every == 0 or finished
-
-            if not any(due(every) for every in asdict(cfg.every).values()):
+            due = {what: done % every == 0 or done == cfg.steps for what, every in asdict(cfg.every).items()}
+            due["checkpoint"] |= done == end
+            if not any(due.values()):
                 continue
-            row = {"step": done, "loss": loss.item(), "lr": lr, "grad_norm": norm.item()}
-            row |= {"tokens": done * cfg.batch_tokens, "epoch": batches.epoch(done)}
-            if not math.isfinite(row["loss"]):
-                raise ValueError(
-                    f"the loss of step {done} is {row['loss']}: try a lower optimizer.lr than {o.lr}; "
-                    f"the last checkpoints are in {run}/checkpoints"
-                )
+            row = {"step": done, "tokens": done * cfg.batch_tokens, "epoch": batches.epoch(done)}
+            row |= {"loss": loss.item(), "lr": lr, "grad_norm": norm.item()}
             seconds = watch.seconds()
-            speed = (done - last_step) * cfg.batch_tokens / (seconds - last_seconds)
-            last_seconds, last_step = seconds, done
             with watch:
-                if due(cfg.every.evaluate):
+                if due["evaluate"]:
                     row |= validate(limit=None if done == cfg.steps else cfg.evaluation_tokens)
-                row["clock"] = {"seconds": seconds, "tokens_per_second": speed}
-                log.write(row)
-                tracking.log(wandb_run, row)
-                left = (end - done) * cfg.batch_tokens / speed
-                screen.report(done, row, left, keep=due(cfg.every.evaluate))
-                if due(cfg.every.sample):
+                check_finite(row, fp16=scaler.is_enabled(), lr=o.lr, run=run)
+                if due["log"] or due["evaluate"]:
+                    speed = (done - last_step) * cfg.batch_tokens / (seconds - last_seconds)
+                    last_step, last_seconds = done, seconds
+                    row["clock"] = {"seconds": seconds, "tokens_per_second": speed}
+                    log.write(row)
+                    tracking.log(wandb_run, row)
+                    screen.report(done, row, (end - done) * cfg.batch_tokens / speed, keep=due["evaluate"])
+                if due["sample"]:
                     screen.say(f"\n{write_sample(done)}\n")
-                if due(cfg.every.checkpoint):
+                if due["checkpoint"]:
                     folder = save(done, row)
     wandb_run.finish()
 
@@ -211,6 +216,25 @@ def find_start(resume: str | None, run: Path) -> Path | None:
         print("resume=auto: no run of this name has a checkpoint, beginning a new one")
         return None
     return checkpoint.find(run, for_training=True)
+
+
+def differences(before: dict, now: dict, prefix: str = "") -> Iterator[str]:
+    """What a resumed run is told otherwise than the run it goes on with."""
+    for name, value in now.items():
+        if isinstance(value, dict):
+            yield from differences(before.get(name, {}), value, f"{prefix}{name}.")
+        elif value != before.get(name) and name not in ("resume", "stop_after", "name"):
+            yield f"{prefix}{name} was {before.get(name)}, is {value}"
+
+
+def check_finite(row: dict, fp16: bool, lr: float, run: Path):
+    """ValueError where a number is none; in fp16 the scaler skips steps whose gradient overflowed."""
+    for name in ("loss", "validation_loss") if fp16 else ("loss", "grad_norm", "validation_loss"):
+        if not math.isfinite(row.get(name, 0.0)):
+            raise ValueError(
+                f"the {name} of step {row['step']} is {row[name]}: try a lower optimizer.lr than {lr}; "
+                f"checkpoints from before are in {run}/checkpoints"
+            )
 
 
 if __name__ == "__main__":

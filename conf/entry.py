@@ -6,6 +6,7 @@ import re
 import secrets
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 from conf.schema import parse, unknown_key
 
 REPOSITORY = Path(__file__).resolve().parent.parent
+RUN_NAME = re.compile(r"\d{8}-\d{6}-(.+)-[0-9a-f]{6}")
 
 
 def run_dir(resume: str | None, name: str) -> str:
@@ -25,9 +27,8 @@ def run_dir(resume: str | None, name: str) -> str:
     if not re.fullmatch(r"[\w.-]+", name):
         raise ValueError(f"name must consist of letters, digits, '.', '_' and '-', got {name!r}")
     if resume == "auto":
-        pattern = re.compile(rf"\d{{8}}-\d{{6}}-{re.escape(name)}-[0-9a-f]{{6}}")
-        runs = [run for run in Path("runs").glob("*") if pattern.fullmatch(run.name)]
-        runs = [run for run in runs if any(run.glob("checkpoints/step_*/manifest.json"))]
+        runs = [run for run in Path("runs").glob("*") if any(run.glob("checkpoints/step_*/manifest.json"))]
+        runs = [run for run in runs if (found := RUN_NAME.fullmatch(run.name)) and found[1] == name]
         if runs:
             return str(max(runs))
     return f"runs/{datetime.now():%Y%m%d-%H%M%S}-{name}-{secrets.token_hex(3)}"
@@ -48,20 +49,20 @@ def entry_point(config_name: str, schema: type) -> Callable:
         def main():
             os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # errors reach us as they are
             text = _cut_text(sys.argv)
-            if config_name != "train":
-                sys.argv += ["hydra.run.dir=.", "hydra.output_subdir=null"]
-                sys.argv += ["hydra/job_logging=none", "hydra/hydra_logging=none"]
+            if config_name != "train" and {"-m", "--multirun"} & set(sys.argv):
+                _fail("several runs at once (-m) are for train.py")
 
-            def checked_run(cfg: DictConfig):
+            def checked_run(composed: DictConfig):
                 try:
+                    cfg = parse(composed, schema)
                     if text is not None:
-                        if "prompt" not in cfg:
+                        if not hasattr(cfg, "prompt"):
                             raise ValueError(f"text after -- has no use here, got {text!r}")
-                        cfg.prompt = text
-                    run(parse(cfg, schema))
-                except ValueError as error:
+                        cfg = replace(cfg, prompt=text)
+                    run(cfg)
+                except (ValueError, OmegaConfBaseException) as error:
                     _remove_empty_run_folder()
-                    _fail(str(error))
+                    _fail(" ".join(str(error).split()))
 
             try:
                 hydra.main(version_base="1.3", config_path="../conf", config_name=config_name)(checked_run)()
@@ -107,8 +108,7 @@ def _fail(message: str):
 
 
 def _remove_empty_run_folder():
-    """Hydra makes the folder before anything is checked."""
-    if HydraConfig.initialized():
-        folder = Path(HydraConfig.get().runtime.output_dir)
-        if folder.is_dir() and not any(folder.iterdir()):
-            folder.rmdir()
+    """Hydra makes a run's folder before anything is checked; only one that run_dir named is ours to remove."""
+    folder = Path(HydraConfig.get().runtime.output_dir)
+    if RUN_NAME.fullmatch(folder.name) and folder.is_dir() and not any(folder.iterdir()):
+        folder.rmdir()

@@ -2,6 +2,7 @@
 
 import glob
 import hashlib
+import html
 import re
 import subprocess
 import sys
@@ -41,8 +42,8 @@ def split(documents: list[Document], validation: list[str], share: float) -> tup
     """(training, validation) documents.
 
     `validation` names those to hold out, by patterns; where it is empty a hash of each text decides, so that adding
-    documents moves no other, and about `share` of them are held out. A document that is alone is cut in two, at the
-    line break nearest to that share from its end.
+    documents moves no other, and about `share` of them are held out (one at least). A document that is alone is cut in
+    two, at a line break about that share from its end.
     """
     if validation:
         held = [d for d in documents if any(fnmatch(d.name, pattern) for pattern in validation)]
@@ -55,7 +56,8 @@ def split(documents: list[Document], validation: list[str], share: float) -> tup
     else:
         by_hash = sorted(documents, key=_hash)
         held = [d for d in by_hash if _hash(d) < share] or by_hash[:1]
-    rest = [d for d in documents if d not in held]
+    held_ids = {id(d) for d in held}
+    rest = [d for d in documents if id(d) not in held_ids]
     if not rest:
         raise ValueError(f"nothing is left to train on: all {len(documents)} documents are held out for validation")
     return rest, held
@@ -68,8 +70,10 @@ def _hash(document: Document) -> float:
 
 def _cut(document: Document, share: float) -> tuple[list[Document], list[Document]]:
     text = document.text
-    at = text.rfind("\n", 0, int(len(text) * (1 - share))) + 1
-    at = at or int(len(text) * (1 - share))
+    at = int(len(text) * (1 - share))
+    line = text.rfind("\n", 0, at) + 1
+    if len(text) - line <= 2 * share * len(text):  # a break that is not far away
+        at = line
     if not 0 < at < len(text):
         raise ValueError(f"{document.name} is too short to hold out {share:.0%} of it, got {len(text)} characters")
     return [Document(document.name, text[:at])], [Document(document.name + " (end)", text[at:])]
@@ -154,7 +158,7 @@ REPAIRS = (  # of the Markdown, where it is not what it seems
 
 def play_script(markdown: str) -> str:
     """Markdown -> a play as it is printed: `HAMLET:` before a speech, stage directions in brackets, no mark-up left."""
-    text = re.sub(r"\\(.)", r"\1", markdown)
+    text = re.sub(r"\\(.)", r"\1", html.unescape(markdown))
     for pattern, replacement in REPAIRS:
         text = re.sub(pattern, replacement, text)
     text = re.sub(r"^#+ *(.*?)[ .]*$", r"\1", text, flags=re.MULTILINE)

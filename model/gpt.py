@@ -58,9 +58,13 @@ class GPT(nn.Module):
         dropout: float = 0.0,
         tied: bool = False,
     ):
+        arguments = dict(locals())
+        del arguments["self"], arguments["__class__"]
         super().__init__()
+        if positions not in ("rope", "none"):
+            raise ValueError(f"positions must be rope or none, got {positions}")
         # what GPT(**arguments) needs to build this model again; a checkpoint keeps it
-        self.arguments = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
+        self.arguments = arguments
         self.vocab_size, self.max_seq_len = vocab_size, max_seq_len
         self.embedding = nn.Embedding(vocab_size, d_model)
         self.dropout = nn.Dropout(dropout)
@@ -156,6 +160,8 @@ class GPT(nn.Module):
 
     def use_attention(self, backend: str):
         """Computes attention by torch's "fused" kernel (the default) or as "written" in functional.py; same result."""
+        if backend not in ("fused", "written"):
+            raise ValueError(f"the attention backend must be fused or written, got {backend}")
         for block in self.blocks:
             block.attention.backend = backend
 

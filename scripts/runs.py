@@ -11,7 +11,10 @@ def rows(run: Path) -> list[dict]:
     path = run / "metrics.jsonl"
     if not path.is_file():
         raise ValueError(f"{run} is no run folder: metrics.jsonl is missing")
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    table = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.endswith("}")]
+    if not table:
+        raise ValueError(f"{path} has no row yet")
+    return table
 
 
 def plot(runs: list[Path], output: Path):
@@ -30,7 +33,7 @@ def plot(runs: list[Path], output: Path):
         held_out = [(r["tokens"], r["validation_loss"]) for r in table if "validation_loss" in r]
         last = table[-1].get("bits_per_byte")
         label = run.resolve().name + (f", {last:.3f} bits per byte" if last is not None else "")
-        axes.plot(*zip(*held_out, strict=True), color=f"C{i}", marker=".", label=label)
+        axes.plot([x for x, _ in held_out], [y for _, y in held_out], color=f"C{i}", marker=".", label=label)
     axes.set(xlabel="tokens", ylabel="loss, nats per token (pale: training; dots: held-out text)")
     axes.grid(alpha=0.3)
     axes.legend()

@@ -1,8 +1,6 @@
 """Shared by all tests: small models, settings as the command line would compose them, and no network."""
 
-import os
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -52,12 +50,3 @@ def settings():
             return schema.parse(compose(config, overrides=list(overrides)), kind)
 
     return make
-
-
-@pytest.fixture
-def reference():
-    """The folder of reference data; tests that need it are skipped without."""
-    folder = os.environ.get("REFERENCE_DATA")
-    if folder is None or not Path(folder).is_dir():
-        pytest.skip("REFERENCE_DATA names no folder")
-    return Path(folder)

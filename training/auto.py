@@ -12,16 +12,16 @@ COMPILE_FLOPS_GPU = 1e16  # a minute or so
 
 
 def choose_device(device: str) -> torch.device:
-    """auto: the first GPU that torch sees (CUDA or Apple's), else the CPU."""
-    if device == "auto":
-        if torch.cuda.is_available():
-            return torch.device("cuda")
-        return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+    """auto: a CUDA GPU where torch sees one, else the CPU."""
     try:
-        chosen = torch.device(device)
+        chosen = torch.device(device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu")
         torch.empty(1, device=chosen)
     except (RuntimeError, AssertionError) as error:
         raise ValueError(f"device {device} cannot be used here: {str(error).splitlines()[0]}") from error
+    if chosen.type == "cuda":  # fp32 products by tensor cores
+        torch.set_float32_matmul_precision("high")
+    else:  # compiled code repeats bit for bit only so; it costs nothing there
+        torch.use_deterministic_algorithms(True)
     return chosen
 
 
@@ -49,7 +49,7 @@ def choose(
     if choices["compile"] == "auto":
         choices["compile"] = _compile(device, flops)
     if choices["attention"] == "auto":
-        choices["attention"] = _attention(device, choices["compile"], seq_len)
+        choices["attention"] = _attention(device, choices["compile"], choices["precision"], seq_len)
     if choices["micro_batch"] == "auto" or rows % choices["micro_batch"]:
         choices["micro_batch"] = _micro_batch(device, rows, seq_len, vocab_size)
     if choices["precision"] == "fp16" and device.type == "cpu":
@@ -77,9 +77,9 @@ def _compile(device: torch.device, flops: float) -> bool:
     return device.type == "cpu" and flops > COMPILE_FLOPS_CPU and shutil.which("c++") is not None
 
 
-def _attention(device: torch.device, compiled: bool, seq_len: int) -> str:
-    """Written out where the compiler can fuse it on a CPU and the square is small, else torch's kernel."""
-    return "written" if device.type == "cpu" and compiled and seq_len <= 512 else "fused"
+def _attention(device: torch.device, compiled: bool, precision: str, seq_len: int) -> str:
+    """Torch's kernel; written out where that is faster: compiled for a CPU in bf16, while the square is small."""
+    return "written" if device.type == "cpu" and compiled and precision == "bf16" and seq_len <= 512 else "fused"
 
 
 def _micro_batch(device: torch.device, rows: int, seq_len: int, vocab_size: int) -> int:

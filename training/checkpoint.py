@@ -7,8 +7,8 @@
         training.pt         what resuming needs besides: optimizer, RNG states, choices
         manifest.json       size and sha256 of every file above; written last
 
-A folder is written beside, flushed to the disk and renamed in. A reader checks the files it reads; for sampling,
-training.pt may be missing.
+A folder is written beside, flushed to the disk and renamed in. A reader checks every file against the manifest; for
+sampling, training.pt may be missing.
 """
 
 import hashlib
@@ -38,6 +38,7 @@ def save(
     """Writes the step folder. `about` goes into model.json, `training` (plain types and tensors) into training.pt."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     beside = folder.parent / f".{folder.name}.{secrets.token_hex(4)}"
+    replaced = beside.with_name(f"{beside.name}.old")
     beside.mkdir()
     try:
         _save_weights(beside / "model.safetensors", model)
@@ -52,9 +53,10 @@ def save(
         for path in [*files, beside / "manifest.json", *(p for p in beside.rglob("*") if p.is_dir()), beside]:
             _flush(path)
         if folder.exists():  # the same step again, from a run resumed before it
-            shutil.rmtree(folder)
+            os.rename(folder, replaced)
         os.rename(beside, folder)
         _flush(folder.parent)
+        shutil.rmtree(replaced, ignore_errors=True)
     finally:
         shutil.rmtree(beside, ignore_errors=True)  # only there if something failed
 
@@ -86,8 +88,8 @@ def _flush(path: Path):
 # --- reading --------------------------------------------------------------------------------------------------------
 
 
-def check(folder: Path, names: list[str] | None = None):
-    """ValueError unless the files called `names` (None: all in the manifest) are what the manifest says."""
+def check(folder: Path, for_training: bool = True):
+    """ValueError unless every file is what the manifest says; without for_training, training.pt may be anything."""
     try:
         manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
         files, found = manifest["files"], manifest["format"]
@@ -97,11 +99,11 @@ def check(folder: Path, names: list[str] | None = None):
         raise ValueError(f"{folder}/manifest.json is damaged: {error}") from None
     if found != FORMAT:
         raise ValueError(f"{folder} has format {found}, this version reads {FORMAT}")
-    for name in files if names is None else names:
+    for name in dict.fromkeys(["model.safetensors", "model.json", "training.pt", *files]):
         path = folder / name
-        if name not in files:
-            raise ValueError(f"{folder} has no {name} in its manifest")
-        if not path.is_file():
+        if name == "training.pt" and not for_training:
+            continue
+        if name not in files or not path.is_file():
             raise ValueError(f"{path} is missing")
         facts = _facts(path)
         if facts["size"] != files[name]["size"]:
@@ -116,6 +118,11 @@ def steps(run: Path) -> list[Path]:
     return sorted(found, key=lambda path: int(path.name.removeprefix("step_")), reverse=True)
 
 
+def newest_step(run: Path) -> int:
+    """The highest step that a run folder has a checkpoint of, whole or not; 0 without any."""
+    return max((int(folder.name.removeprefix("step_")) for folder in steps(run)), default=0)
+
+
 def find(path: str | Path, for_training: bool = False, warn: Callable[[str], None] = print) -> Path:
     """The step folder that `path` means: itself, or a run folder's newest valid one; what is damaged is named.
 
@@ -125,21 +132,17 @@ def find(path: str | Path, for_training: bool = False, warn: Callable[[str], Non
     if not path.is_dir():
         raise ValueError(f"there is no checkpoint at {path}: give a run folder or a step folder")
     if (path / "model.json").exists() or (path / "manifest.json").exists():
-        _check_for(path, for_training)
+        check(path, for_training)
         return path
     candidates = steps(path)
     for candidate in candidates:
         try:
-            _check_for(candidate, for_training)
+            check(candidate, for_training)
             return candidate
         except ValueError as error:
             warn(f"skipping a checkpoint: {error}")
     what = f"{len(candidates)} there, none valid" if candidates else "no checkpoints/step_* in it"
     raise ValueError(f"there is no checkpoint in {path}: {what}")
-
-
-def _check_for(folder: Path, for_training: bool):
-    check(folder, ["model.safetensors", "model.json"] + (["training.pt"] if for_training else []))
 
 
 def read_about(folder: Path) -> dict:
@@ -164,6 +167,16 @@ def load_model(path: str | Path, device: str | torch.device = "cpu") -> GPT:
     model = GPT(**read_about(folder)["arguments"])
     load_weights(folder, model)
     return model.to(device).eval()
+
+
+def check_resumable(folder: Path, arguments: dict, same_tokenizer: bool):
+    """ValueError unless the model and the tokenizer of the run to come are those of the checkpoint."""
+    saved = read_about(folder)["arguments"]
+    for name, value in arguments.items():
+        if name != "dropout" and saved[name] != value:
+            raise ValueError(f"{folder} has model.{name} {saved[name]}, this run {value}: they must be the same")
+    if not same_tokenizer:
+        raise ValueError(f"{folder} has another tokenizer than this run: its text or tokenizer settings have changed")
 
 
 def load_training(folder: Path) -> dict:

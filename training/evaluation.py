@@ -30,7 +30,7 @@ class Evaluation:
     @property
     def bits_per_byte(self) -> float:
         """What compares across tokenizers; end-of-text costs bits and has no bytes."""
-        return self.nats / math.log(2) / self.bytes
+        return self.nats / math.log(2) / self.bytes if self.bytes else math.inf
 
 
 def windows(n_tokens: int, seq_len: int, stride: int) -> list[tuple[int, int, int]]:
@@ -68,6 +68,8 @@ def evaluate(
     all. The model is put in evaluation mode meanwhile; no random number is drawn.
     """
     device = next(model.parameters()).device
+    if n_tokens < 2:
+        raise ValueError(f"there must be at least 2 tokens to predict one from another, got {n_tokens}")
     plan = windows(n_tokens, seq_len, seq_len if stride is None else stride)
     if limit is not None and limit < n_tokens:
         keep = max(1, limit // seq_len)
@@ -80,7 +82,7 @@ def evaluate(
         size += int(token_lengths[targets[targets != IGNORE]].sum())
         with autocast or torch.autocast(device.type, enabled=False):
             loss, count = model(_to(inputs, device), targets=_to(targets, device))
-        nats += loss.double().cpu()
+        nats += loss.cpu().double()
         tokens += int(count)
     model.train(was_training)
     return Evaluation(nats.item(), tokens, size)

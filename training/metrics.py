@@ -25,7 +25,9 @@ class MetricsLog:
                         kept.append(line)
                 except json.JSONDecodeError:  # the last line of a killed run
                     continue
-        path.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+        rewound = path.with_suffix(".tmp")
+        rewound.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+        rewound.replace(path)
         self.file = path.open("a", encoding="utf-8")
 
     def write(self, row: dict):
@@ -53,7 +55,7 @@ class Screen:
     """On a terminal a bar that stays in place, elsewhere a plain line a report."""
 
     def __init__(self, steps: int, done: int):
-        self.console = Console(highlight=False, markup=False, soft_wrap=True)
+        self.console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
         self.live = sys.stdout.isatty()
         columns = [BarColumn(bar_width=20), TextColumn("{task.description}", markup=False)]
         self.progress = Progress(*columns, console=self.console, transient=True, disable=not self.live)

@@ -35,12 +35,14 @@ def start(
     asked = os.environ.get("WANDB_MODE") or mode
     if asked == "auto":
         asked = "online" if has_key() else "offline"
+    if asked not in ("online", "offline", "disabled"):
+        raise ValueError(f"WANDB_MODE must be online, offline or disabled, got {asked}")
     settings = wandb.Settings(init_timeout=timeout, finish_timeout=6 * timeout, silent=True, console="off")
 
     def init(mode: str):
         return wandb.init(
             project=project,
-            name=folder.name,
+            name=str(folder).removeprefix("runs/"),
             dir=folder,
             config=config,
             id=run_id,
@@ -53,9 +55,9 @@ def start(
         run = init(asked)
     except wandb.errors.Error as error:
         reason = " ".join(str(error).split())
-        if mode != "auto":
-            raise ValueError(f"W&B cannot be reached ({reason}): take tracking.mode=offline or auto") from error
-        warn(f"W&B cannot be reached ({reason}): tracking offline")
+        if mode != "auto" or asked != "online":
+            raise ValueError(f"W&B says: {reason} (tracking.mode=disabled does without)") from error
+        warn(f"W&B says: {reason}; tracking offline")
         run = init("offline")
     run.define_metric(STEP)
     run.define_metric("*", step_metric=STEP)
@@ -79,5 +81,7 @@ def log_samples(run, samples: list[dict]):
 
 
 def how_to_sync(run) -> str | None:
-    """The command that uploads an offline run."""
-    return f"wandb sync {Path(run.dir).parent}" if run.offline and not run.disabled else None
+    """The command that uploads an offline run, with the pieces that resuming made of it."""
+    if not run.offline or run.disabled:
+        return None
+    return f"wandb sync {Path(run.dir).parent.parent}/offline-run-*"

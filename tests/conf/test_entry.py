@@ -28,6 +28,8 @@ TRAIN = str(REPOSITORY / "train.py")
         ([TRAIN, "resume=nowhere"], "there is no checkpoint at nowhere"),
         (["-m", "scripts.generate", "checkpoint=nowhere"], "there is no checkpoint at nowhere"),
         (["-m", "scripts.generate"], "checkpoint is needed"),
+        (["-m", "scripts.generate", "checkpoint=nowhere", "--", "${x} ???"], "there is no checkpoint at nowhere"),
+        (["-m", "scripts.generate", "-m", "checkpoint=x", "seed=1,2"], "(-m) are for train.py"),
         (["-m", "scripts.evaluate", "checkpoint=."], "there is no checkpoint in .: no checkpoints/step_* in it"),
         (["-m", "scripts.prepare", "data=files", "data.paths=[x.txt]"], "data.paths: no file matches x.txt"),
     ],
@@ -40,6 +42,14 @@ def test_a_users_mistake_is_one_line_and_exit_code_2(arguments, message, tmp_pat
     assert result.stderr.count("\n") == 1 and result.stderr.startswith("error: ")
     assert result.stdout == ""
     assert not list(tmp_path.glob("runs/*"))
+
+
+def test_an_empty_folder_survives_a_mistake(tmp_path):
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    arguments = [sys.executable, "-m", "scripts.generate", "checkpoint=nowhere"]
+    assert subprocess.run(arguments, cwd=empty, capture_output=True, timeout=120).returncode == 2
+    assert empty.exists() and not list(empty.iterdir())
 
 
 def test_help_explains_itself():

@@ -17,7 +17,7 @@ GUILDENSTERN_
 **HAMLET**  
 _\[Aside]_  
 To be, or not to be: that is the question:  
-'Whether 'tis nobler,'\--so he said, & c.
+'Whether 'tis nobler,'\--so he said, &amp; c.
 
 *Exit.*
 
@@ -138,5 +138,7 @@ def test_a_single_document_is_cut_at_a_line_break():
     assert train.text + held.text == text
     assert train.text.endswith("\n")
     assert 0.15 < len(held.text) / len(text) < 0.25
+    (train,), (held,) = split([Document("one", "Title\n" + "word " * 1000)], [], 0.2)  # no break at hand
+    assert len(train.text) > 4 * len(held.text) - 8
     with pytest.raises(ValueError, match="too short"):
         split([Document("one", "a")], [], 0.2)

@@ -121,6 +121,13 @@ def test_the_arguments_build_the_same_model(small):
     assert torch.equal(again(tokens), model(tokens))
 
 
+def test_unknown_words_are_refused(small):
+    with pytest.raises(ValueError, match="rope or none, got ropes"):
+        small(positions="ropes")
+    with pytest.raises(ValueError, match="fused or written, got fussed"):
+        small().use_attention("fussed")
+
+
 def test_more_tokens_than_positions_or_capacity_are_refused_with_the_numbers(small):
     model = small()
     with pytest.raises(ValueError, match="33 tokens.*max_seq_len 32"):

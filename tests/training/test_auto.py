@@ -39,6 +39,12 @@ def test_what_was_asked_for_or_saved_is_kept():
     assert choose(saved=saved, attention="fused")["attention"] == "fused"
 
 
+def test_attention_is_written_out_only_where_that_is_faster():
+    assert choose(compile=True, precision="bf16")["attention"] == "written"
+    for changes in ({"compile": False}, {"precision": "fp32"}, {"seq_len": 1024}):
+        assert choose(**{"compile": True, "precision": "bf16", **changes})["attention"] == "fused"
+
+
 def test_micro_batches_divide_the_batch_and_bound_the_logits():
     for rows in (1, 7, 12, 32):
         for vocab_size in (256, 50_000, 10**9):

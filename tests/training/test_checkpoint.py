@@ -63,7 +63,7 @@ DAMAGE = {
 }
 
 
-FILES = ["model.safetensors", "model.json", "training.pt"]
+FILES = ["model.safetensors", "model.json", "tokenizer/vocabulary.json", "training.pt"]
 
 
 @pytest.mark.parametrize(
@@ -102,6 +102,15 @@ def test_a_save_that_fails_leaves_nothing_behind(saved, small, monkeypatch, mome
     with pytest.raises(OSError, match="disk full"):
         checkpoint.save(run / "checkpoints" / "step_00000030", small(), ByteTokenizer().save, {"step": 30}, {})
     assert sorted(run.rglob("*")) == before
+
+
+def test_the_same_step_may_be_saved_again(saved, small):
+    run, _ = saved
+    before, other = sorted(run.rglob("*")), small(257, tied=True).float()
+    checkpoint.save(run / "checkpoints" / "step_00000020", other, ByteTokenizer().save, {"step": 20}, {})
+    assert sorted(run.rglob("*")) == before
+    tokens = torch.randint(257, (1, 9))
+    assert torch.equal(checkpoint.load_model(run)(tokens), other(tokens))
 
 
 def test_leftovers_of_a_killed_save_are_no_checkpoints(saved):

@@ -21,8 +21,8 @@ def test_without_a_key_the_run_is_offline_and_holds_what_was_logged(tmp_path):
     tracking.log_samples(run, [{"step": 20, "prompt": "a", "text": "abc"}])
     run.finish()
     command = tracking.how_to_sync(run)
-    assert command.startswith(f"wandb sync {folder}/wandb/offline-run-")
-
+    assert command == f"wandb sync {folder}/wandb/offline-run-*"
+    (written,) = folder.glob("wandb/offline-run-*")
     inspect = [
         sys.executable,
         "-m",
@@ -31,7 +31,7 @@ def test_without_a_key_the_run_is_offline_and_holds_what_was_logged(tmp_path):
         "inspect",
         "--json",
         "--summary",
-        command.removeprefix("wandb sync "),
+        str(written),
     ]
     result = subprocess.run(inspect, capture_output=True, text=True, timeout=60)
     assert result.returncode == 0, result.stderr
@@ -74,5 +74,14 @@ def test_a_server_that_is_not_there_sends_auto_offline_and_stops_online(tmp_path
     run = start(tmp_path, timeout=1.0, warn=said.append)
     assert run.offline and len(said) == 1 and "tracking offline" in said[0]
     run.finish()
-    with pytest.raises(ValueError, match="tracking.mode=offline"):
+    with pytest.raises(ValueError, match="W&B says"):
         start(tmp_path, mode="online", timeout=1.0)
+
+
+def test_what_wandb_refuses_is_one_error(tmp_path, monkeypatch):
+    for mode in ("auto", "offline"):
+        with pytest.raises(ValueError, match="W&B says"):
+            start(tmp_path, mode=mode, project="a/b")
+    monkeypatch.setenv("WANDB_MODE", "sometimes")
+    with pytest.raises(ValueError, match="online, offline or disabled, got sometimes"):
+        start(tmp_path)

@@ -1,0 +1,1 @@
+"""Entry points; nothing imports them."""
