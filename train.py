@@ -44,9 +44,7 @@ def train(cfg: Train, run: Path):
     if start >= end:
         raise ValueError(f"nothing left to do: {start} steps are done, the run ends at {end}; give more steps")
     if cfg.resume != "auto" and (newest := checkpoint.newest_step(run)) > start:
-        raise ValueError(
-            f"{run} already holds a checkpoint of step {newest}: resume=auto goes on, or take another folder"
-        )
+        raise ValueError(f"{run} already holds a checkpoint of step {newest}: resume=auto goes on; or take another")
 
     # --- the text ---
     corpus = prepare(asdict(cfg.data), asdict(cfg.tokenizer))
