@@ -1,8 +1,6 @@
 """Trains a GPT: the story of a run, from top to bottom.  python train.py --help"""
 
-import math
 import os
-from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
@@ -19,9 +17,9 @@ from model import GPT, generate
 from training import auto, checkpoint, tracking
 from training.compilation import compile_forward
 from training.evaluation import evaluate
-from training.metrics import MetricsLog, Screen, Stopwatch
+from training.metrics import MetricsLog, Screen, Stopwatch, check_finite
 from training.optimizer import build_optimizer
-from training.run_folder import describe
+from training.run_folder import describe, differences
 from training.schedule import learning_rate
 from training.step import train_step
 
@@ -101,7 +99,7 @@ def train(cfg: Train, run: Path):
         run_id=saved["wandb_id"] if folder is not None and folder.parent.parent == run else None,
         warn=print,
     )
-    (run / "README.txt").write_text(describe(run, tracking.how_to_sync(wandb_run)), encoding="utf-8")
+    (run / "README.txt").write_text(describe(run, tracking.where(wandb_run)), encoding="utf-8")
 
     def validate(limit: int | None) -> dict:
         result = evaluate(
@@ -200,8 +198,7 @@ def train(cfg: Train, run: Path):
 
     print(f"checkpoint  {folder}")
     print(f"next        python -m scripts.generate checkpoint={run} -- To be, or not")
-    if command := tracking.how_to_sync(wandb_run):
-        print(f"tracked     offline; {command}")
+    print(f"tracked     {tracking.where(wandb_run)}")
 
 
 def find_start(resume: str | None, run: Path) -> Path | None:
@@ -214,25 +211,6 @@ def find_start(resume: str | None, run: Path) -> Path | None:
         print("resume=auto: no run of this name has a checkpoint, beginning a new one")
         return None
     return checkpoint.find(run, for_training=True)
-
-
-def differences(before: dict, now: dict, prefix: str = "") -> Iterator[str]:
-    """What a resumed run is told otherwise than the run it goes on with."""
-    for name, value in now.items():
-        if isinstance(value, dict):
-            yield from differences(before.get(name, {}), value, f"{prefix}{name}.")
-        elif value != before.get(name) and name not in ("resume", "stop_after", "name"):
-            yield f"{prefix}{name} was {before.get(name)}, is {value}"
-
-
-def check_finite(row: dict, fp16: bool, lr: float, run: Path):
-    """ValueError where a number is none; in fp16 the scaler skips steps whose gradient overflowed."""
-    for name in ("loss", "validation_loss") if fp16 else ("loss", "grad_norm", "validation_loss"):
-        if not math.isfinite(row.get(name, 0.0)):
-            raise ValueError(
-                f"the {name} of step {row['step']} is {row[name]}: try a lower optimizer.lr than {lr}; "
-                f"checkpoints from before are in {run}/checkpoints"
-            )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """What a run tells about itself: metrics.jsonl, which is the truth, and a line on the screen."""
 
 import json
+import math
 import sys
 import time
 from pathlib import Path
@@ -35,6 +36,16 @@ class MetricsLog:
         self.file.flush()
 
 
+def check_finite(row: dict, fp16: bool, lr: float, run: Path):
+    """ValueError where a number is none; in fp16 the scaler skips steps whose gradient overflowed."""
+    for name in ("loss", "validation_loss") if fp16 else ("loss", "grad_norm", "validation_loss"):
+        if not math.isfinite(row.get(name, 0.0)):
+            raise ValueError(
+                f"the {name} of step {row['step']} is {row[name]}: try a lower optimizer.lr than {lr}; "
+                f"checkpoints from before are in {run}/checkpoints"
+            )
+
+
 class Stopwatch:
     """Seconds of training alone: evaluation, samples and checkpoints run with it paused."""
 
@@ -57,10 +68,11 @@ class Screen:
     def __init__(self, steps: int, done: int):
         self.console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
         self.live = sys.stdout.isatty()
-        columns = [BarColumn(bar_width=20), TextColumn("{task.description}", markup=False)]
+        columns = [BarColumn(bar_width=10), TextColumn("{task.description}", markup=False)]
         self.progress = Progress(*columns, console=self.console, transient=True, disable=not self.live)
         self.task = self.progress.add_task("compiling and warming up", total=steps, completed=done)
         self.steps = steps
+        self.validation = ""  # the last one
 
     def __enter__(self):
         self.progress.start()
@@ -75,14 +87,18 @@ class Screen:
 
     def report(self, step: int, row: dict, seconds_left: float, keep: bool):
         """Where the run stands; `keep`: leave the line on the terminal too."""
-        line = f"step {step:>{len(str(self.steps))}}/{self.steps}  loss {row['loss']:.4f}"
+        line = (
+            f"step {step:>{len(str(self.steps))}}/{self.steps}  left {duration(seconds_left)}  loss {row['loss']:.4f}"
+        )
         if "validation_loss" in row:
-            line += f"  validation {row['validation_loss']:.4f} ({row['bits_per_byte']:.3f} bits per byte)"
-        line += f"  rate {row['lr']:.2e}  norm {row['grad_norm']:.2f}"
-        line += f"  {row['clock']['tokens_per_second']:,.0f} tokens/s  left {duration(seconds_left)}"
-        self.progress.update(self.task, completed=step, description=line)
+            self.validation = f"  validation {row['validation_loss']:.4f}"
+        rest = f"  rate {row['lr']:.2e}  norm {row['grad_norm']:.2f}"
+        rest += f"  {row['clock']['tokens_per_second']:,.0f} tokens/s"
+        self.progress.update(self.task, completed=step, description=line + self.validation + rest)
+        if "validation_loss" in row:
+            line += f"{self.validation} ({row['bits_per_byte']:.3f} bits per byte)"
         if keep or not self.live:
-            self.say(line)
+            self.say(line + rest)
 
 
 def duration(seconds: float) -> str:

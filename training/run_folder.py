@@ -1,9 +1,10 @@
-"""What stands in a run's folder."""
+"""What stands in a run's folder, and how it differs from what it goes on with."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 
-def describe(run: Path, sync: str | None) -> str:
+def describe(run: Path, tracked: str) -> str:
     """README.txt of a run folder: what lies there and what to do with it."""
     return f"""config.yaml      every setting of this run
 metrics.jsonl    its figures, a row a logged step
@@ -12,5 +13,14 @@ checkpoints/     step folders, each whole; the newest is used
 write text       python -m scripts.generate checkpoint={run} -- To be, or not
 measure          python -m scripts.evaluate checkpoint={run}
 go on            python train.py resume=auto hydra.run.dir={run} (and its settings)
-upload to W&B    {sync or "not an offline run"}
+W&B              {tracked}
 """
+
+
+def differences(before: dict, now: dict, prefix: str = "") -> Iterator[str]:
+    """What a resumed run is told otherwise than the run it goes on with."""
+    for name, value in now.items():
+        if isinstance(value, dict):
+            yield from differences(before.get(name, {}), value, f"{prefix}{name}.")
+        elif value != before.get(name) and name not in ("resume", "stop_after", "name"):
+            yield f"{prefix}{name} was {before.get(name)}, is {value}"

@@ -80,8 +80,8 @@ def log_samples(run, samples: list[dict]):
     run.log({STEP: samples[-1]["step"], "samples": table})
 
 
-def how_to_sync(run) -> str | None:
-    """The command that uploads an offline run, with the pieces that resuming made of it."""
-    if not run.offline or run.disabled:
-        return None
-    return f"wandb sync {Path(run.dir).parent.parent}/offline-run-*"
+def where(run) -> str:
+    """Where to see a run: its address or, offline, the command that uploads it with all pieces that resuming made."""
+    if run.disabled:
+        return "metrics.jsonl only"
+    return f"wandb sync {Path(run.dir).parent.parent}/offline-run-*" if run.offline else run.url

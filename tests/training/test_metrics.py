@@ -24,7 +24,7 @@ def test_without_a_terminal_every_report_is_a_plain_line(capsys):
         screen.report(10, row, 75, keep=False)
         screen.report(20, row | {"validation_loss": 3.0, "bits_per_byte": 1.5}, 0, keep=True)
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "step  10/100  loss 2.5000  rate 1.00e-03  norm 0.50  12,346 tokens/s  left 1:15"
+    assert lines[0] == "step  10/100  left 1:15  loss 2.5000  rate 1.00e-03  norm 0.50  12,346 tokens/s"
     assert "validation 3.0000 (1.500 bits per byte)" in lines[1]
     assert len(lines) == 2
 

@@ -20,7 +20,7 @@ def test_without_a_key_the_run_is_offline_and_holds_what_was_logged(tmp_path):
         tracking.log(run, {"step": step, "loss": 1.0 / step, "clock": {"seconds": 2.5}})
     tracking.log_samples(run, [{"step": 20, "prompt": "a", "text": "abc"}])
     run.finish()
-    command = tracking.how_to_sync(run)
+    command = tracking.where(run)
     assert command == f"wandb sync {folder}/wandb/offline-run-*"
     (written,) = folder.glob("wandb/offline-run-*")
     inspect = [
@@ -45,7 +45,7 @@ def test_disabled_writes_nothing(tmp_path):
     run = start(tmp_path, mode="disabled")
     tracking.log(run, {"step": 1, "loss": 1.0})
     run.finish()
-    assert tracking.how_to_sync(run) is None
+    assert tracking.where(run) == "metrics.jsonl only"
     assert not (tmp_path / "wandb").exists()
 
 
