@@ -65,7 +65,7 @@ def _precision(device: torch.device) -> str:
     if device.type == "cuda":
         return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
     if device.type == "cpu":
-        can = torch.cpu.get_capabilities()
+        can = getattr(torch.cpu, "get_capabilities", dict)()  # absent from torch 2.11
         return "bf16" if can.get("amx_bf16") or can.get("avx512_bf16") else "fp32"
     return "fp32"
 
