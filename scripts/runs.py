@@ -29,12 +29,12 @@ def plot(runs: list[Path], output: Path):
     figure, axes = pyplot.subplots(figsize=(7, 4))
     for i, run in enumerate(runs):
         table = rows(run)
-        axes.plot([r["tokens"] for r in table], [r["loss"] for r in table], color=f"C{i}", alpha=0.3, linewidth=1)
-        held_out = [(r["tokens"], r["validation_loss"]) for r in table if "validation_loss" in r]
+        axes.plot([r["tokens"] / 1e6 for r in table], [r["loss"] for r in table], color=f"C{i}", alpha=0.3, linewidth=1)
+        held_out = [(r["tokens"] / 1e6, r["validation_loss"]) for r in table if "validation_loss" in r]
         last = table[-1].get("bits_per_byte")
         label = run.resolve().name + (f", {last:.3f} bits per byte" if last is not None else "")
         axes.plot([x for x, _ in held_out], [y for _, y in held_out], color=f"C{i}", marker=".", label=label)
-    axes.set(xlabel="tokens", ylabel="loss, nats per token (pale: training; dots: held-out text)")
+    axes.set(xlabel="million tokens", ylabel="loss, nats per token", title="pale: training, dots: held-out text")
     axes.grid(alpha=0.3)
     axes.legend()
     figure.tight_layout()
