@@ -12,7 +12,6 @@ from conf.entry import entry_point
 from conf.schema import Train
 from data.batches import Batches
 from data.prepare import prepare
-from data.tokenizer import load_tokenizer
 from model import GPT, generate
 from training import auto, checkpoint, tracking
 from training.compilation import compile_forward
@@ -41,15 +40,20 @@ def train(cfg: Train, run: Path):
     end = min(cfg.steps, cfg.stop_after or cfg.steps)
     if start >= end:
         raise ValueError(f"nothing left to do: {start} steps are done, the run ends at {end}; give more steps")
-    if cfg.resume != "auto" and (newest := checkpoint.newest_step(run)) > start:
-        raise ValueError(f"{run} already holds a checkpoint of step {newest}: resume=auto goes on; or take another")
+    if cfg.resume != "auto" and checkpoint.steps(run):
+        raise ValueError(f"{run} already holds checkpoints: resume=auto goes on with them; or take another folder")
 
     # --- the text ---
     corpus = prepare(asdict(cfg.data), asdict(cfg.tokenizer))
     corpus.check_length(cfg.seq_len)
     tokenizer, token_lengths = corpus.tokenizer, corpus.tokenizer.token_lengths()
     batches = Batches(corpus.train, cfg.batch_tokens // cfg.seq_len, cfg.seq_len, cfg.seed)
-    prompt = tokenizer.encode(cfg.sample.prompt).tolist() or [tokenizer.beginning]
+    if saved and saved["corpus"] != corpus.fingerprint():
+        raise ValueError(f"{folder} has learned from another text than {corpus.folder}, or with another tokenizer")
+    try:
+        prompt = tokenizer.encode(cfg.sample.prompt).tolist() or [tokenizer.beginning]
+    except ValueError as error:
+        raise ValueError(f"sample.prompt: {error}") from error
 
     # --- the model ---
     torch.manual_seed(cfg.seed)
@@ -76,8 +80,7 @@ def train(cfg: Train, run: Path):
     scaler = torch.amp.GradScaler(device.type, enabled=choices["precision"] == "fp16")
     samples = []
     if folder is not None:
-        same_tokenizer = load_tokenizer(folder / "tokenizer").fingerprint() == tokenizer.fingerprint()
-        checkpoint.check_resumable(folder, model.arguments, same_tokenizer)
+        checkpoint.check_same_model(folder, model)
         checkpoint.load_weights(folder, model)
         settings = optimizer.state_dict()["param_groups"]  # what it remembers is restored, how it is set is ours
         optimizer.load_state_dict({**saved["optimizer"], "param_groups": settings})
@@ -89,6 +92,8 @@ def train(cfg: Train, run: Path):
     # --- where its story is told ---
     run.mkdir(parents=True, exist_ok=True)
     OmegaConf.save(OmegaConf.create(asdict(cfg)), run / "config.yaml")
+    if cfg.resume == "auto":
+        checkpoint.set_aside(run, start)
     log = MetricsLog(run / "metrics.jsonl", start)
     wandb_run = tracking.start(
         cfg.tracking.mode,
@@ -96,7 +101,7 @@ def train(cfg: Train, run: Path):
         timeout=cfg.tracking.timeout,
         folder=run,
         config=asdict(cfg) | choices,
-        run_id=saved["wandb_id"] if folder is not None and folder.parent.parent == run else None,
+        run_id=saved["wandb_id"] if saved and cfg.resume == "auto" else None,
         warn=print,
     )
     (run / "README.txt").write_text(describe(run, tracking.where(wandb_run)), encoding="utf-8")
@@ -133,7 +138,13 @@ def train(cfg: Train, run: Path):
         results = {name: row[name] for name in ("loss", "validation_loss", "bits_per_byte") if name in row}
         about = {"step": step, "seq_len": cfg.seq_len, "precision": choices["precision"], "data": asdict(cfg.data)}
         state = {"optimizer": optimizer.state_dict(), "scaler": scaler.state_dict(), "rng": checkpoint.rng_state()}
-        state |= {"config": asdict(cfg), "choices": choices, "samples": samples, "wandb_id": wandb_run.id}
+        state |= {
+            "config": asdict(cfg),
+            "corpus": corpus.fingerprint(),
+            "choices": choices,
+            "samples": samples,
+            "wandb_id": wandb_run.id,
+        }
         checkpoint.save(target, model, tokenizer.save, about | results, state)
         return target
 
@@ -155,7 +166,7 @@ def train(cfg: Train, run: Path):
 
     watch = Stopwatch()
     last_step, last_seconds = start, 0.0
-    with Screen(cfg.steps, start) as screen:
+    with Screen(cfg.steps) as screen:
         for step in range(start, end):
             tokens, targets = (piece.to(device) for piece in batches.batch(step))
             lr = learning_rate(step, steps=cfg.steps, peak=o.lr, warmup=s.warmup, decay=s.decay, final=s.final)

@@ -19,6 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 from conf.schema import parse, unknown_key
 
 REPOSITORY = Path(__file__).resolve().parent.parent
+A_USERS_FILE = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError, FileExistsError)
 RUN_NAME = re.compile(r"\d{8}-\d{6}-(.+)-[0-9a-f]{6}")
 
 
@@ -60,7 +61,7 @@ def entry_point(config_name: str, schema: type) -> Callable:
                             raise ValueError(f"text after -- has no use here, got {text!r}")
                         cfg = replace(cfg, prompt=text)
                     run(cfg)
-                except (ValueError, OmegaConfBaseException) as error:
+                except (ValueError, OmegaConfBaseException, *A_USERS_FILE) as error:
                     _remove_empty_run_folder()
                     _fail(" ".join(str(error).split()))
 

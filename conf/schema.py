@@ -45,6 +45,7 @@ class Data:
     paths: list[str]
     validation: list[str]
     validation_share: float = number(above=0, below=1)
+    prompt: str
 
 
 @dataclass

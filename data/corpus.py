@@ -1,5 +1,6 @@
 """A prepared corpus: opened, checked, and read as one long row of tokens."""
 
+import hashlib
 import json
 from bisect import bisect_right
 from dataclasses import dataclass
@@ -43,6 +44,11 @@ class Corpus:
     train: Tokens
     validation: Tokens
     manifest: dict
+
+    def fingerprint(self) -> str:
+        """A hash of every token and the tokenizer: equal for equal text, wherever it came from."""
+        shards = [shard["sha256"] for split in self.manifest["splits"].values() for shard in split["shards"]]
+        return hashlib.sha256(json.dumps([self.manifest["tokenizer"], shards]).encode()).hexdigest()
 
     def check_length(self, seq_len: int):
         """Refuses a window that does not fit: it needs one token more than it reads, the last target."""

@@ -35,7 +35,8 @@ def prepare(data: dict, tokenizer: dict, root: Path = Path("corpora")) -> Corpus
 
 
 def corpus_folder(data: dict, tokenizer: dict, root: Path) -> Path:
-    source = {**data, "wheel": None, **sources.identity(data["source"], data["paths"])}  # wherever the wheel lies
+    text = {name: data[name] for name in ("source", "paths", "validation", "validation_share")}
+    source = {**text, **sources.identity(data["source"], data["paths"])}
     key = hashlib.sha256(json.dumps([FORMAT, source, tokenizer], sort_keys=True).encode()).hexdigest()[:10]
     vocabulary = f"{tokenizer['kind']}{tokenizer['vocab_size'] or ''}"
     return root / f"{data['source']}-{vocabulary}-{key}"

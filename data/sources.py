@@ -72,7 +72,7 @@ def _cut(document: Document, share: float) -> tuple[list[Document], list[Documen
     text = document.text
     at = int(len(text) * (1 - share))
     line = text.rfind("\n", 0, at) + 1
-    if len(text) - line <= 2 * share * len(text):  # a break that is not far away
+    if line and len(text) - line <= 2 * share * len(text):  # a break that is not far away
         at = line
     if not 0 < at < len(text):
         raise ValueError(f"{document.name} is too short to hold out {share:.0%} of it, got {len(text)} characters")

@@ -11,7 +11,12 @@ def rows(run: Path) -> list[dict]:
     path = run / "metrics.jsonl"
     if not path.is_file():
         raise ValueError(f"{run} is no run folder: metrics.jsonl is missing")
-    table = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.endswith("}")]
+    table = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            table.append(json.loads(line))
+        except json.JSONDecodeError:  # the last line of a killed run
+            continue
     if not table:
         raise ValueError(f"{path} has no row yet")
     return table
@@ -22,7 +27,7 @@ def plot(runs: list[Path], output: Path):
     try:
         import matplotlib
     except ImportError:
-        raise ValueError("plotting needs matplotlib: pip install -e '.[plots]'") from None
+        raise ValueError("plotting needs matplotlib: pip install -c requirements.lock matplotlib") from None
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
@@ -51,7 +56,7 @@ def main():
     arguments = parser.parse_args()
     try:
         plot(arguments.runs, arguments.output)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
 

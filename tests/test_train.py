@@ -1,6 +1,7 @@
 """Whole runs, in miniature."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -24,6 +25,7 @@ SMALL = [
     "every.checkpoint=100",
     "data.paths=[words.txt]",
     "data.validation=[]",
+    "sample.prompt='7 times'",
 ]
 
 
@@ -91,8 +93,9 @@ def test_another_architecture_or_tokenizer_is_not_resumed(run, tmp_path):
         run("one", "resume=auto", "tokenizer=chars", "model.theta=3")
     words = tmp_path / "words.txt"
     words.write_text(words.read_text().replace("times", "tiMes"))
-    with pytest.raises(ValueError, match="another tokenizer"):
-        run("one", "resume=auto", "tokenizer=chars")
+    for changed in (["tokenizer=chars"], ["tokenizer=bytes"]):
+        with pytest.raises(ValueError, match="another text"):
+            run("one", "resume=auto", *changed)
 
 
 def test_a_damaged_checkpoint_is_passed_over(run, capsys):
@@ -101,17 +104,21 @@ def test_a_damaged_checkpoint_is_passed_over(run, capsys):
     (other / "checkpoints" / "step_00000008" / "training.pt").write_bytes(b"")
     run("other", "resume=auto", "every.checkpoint=4")
     assert "skipping a checkpoint" in capsys.readouterr().out
+    assert [folder.name for folder in checkpoint.steps(other)] == ["step_00000008", "step_00000004"]
     assert same(final(whole)[0], final(other)[0]) and rows(whole) == rows(other)
 
 
 def test_two_runs_do_not_share_a_folder(run):
     run("one")
-    with pytest.raises(ValueError, match="already holds a checkpoint of step 8"):
+    with pytest.raises(ValueError, match="already holds checkpoints"):
         run("one", "seed=1")
+    run("two", "stop_after=4")
+    with pytest.raises(ValueError, match="already holds checkpoints"):
+        run("one", "resume=runs/two")
 
 
 def test_a_prompt_that_cannot_be_encoded_is_found_before_training(run, tmp_path):
-    with pytest.raises(ValueError, match="has not seen: 'Z'"):
+    with pytest.raises(ValueError, match="sample.prompt: .* has not seen: 'Z'"):
         run("one", "tokenizer=chars", "sample.prompt=Z")
     assert not (tmp_path / "runs" / "one").exists()
 
@@ -161,8 +168,21 @@ def test_tracking_mirrors_the_run(run, monkeypatch):
 
 def test_compiled_training_is_eager_training(run):
     eager, compiled = run("eager", "model.dropout=0"), run("compiled", "model.dropout=0", "compile=true")
+    assert final(compiled)[1]["choices"]["compile"] == (shutil.which("c++") is not None)
     for a, b in zip(rows(eager), rows(compiled), strict=True):
         assert a["loss"] == pytest.approx(b["loss"], rel=1e-4)
+
+
+def test_where_compiling_fails_training_goes_on_without(run, monkeypatch, capsys):
+    def refuse(*_, **__):
+        raise RuntimeError("no compiler here\nand more lines")
+
+    eager = run("eager")
+    monkeypatch.setattr(torch, "compile", lambda model, dynamic: refuse)
+    compiled = run("compiled", "compile=true")
+    assert "torch.compile failed, going on without: RuntimeError: no compiler here\n" in capsys.readouterr().out
+    assert same(final(eager)[0], final(compiled)[0])
+    assert final(compiled)[1]["choices"]["compile"] is False
 
 
 def test_the_whole_story_on_the_command_line(tmp_path):

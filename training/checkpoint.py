@@ -105,22 +105,14 @@ def check(folder: Path, for_training: bool = True):
             continue
         if name not in files or not path.is_file():
             raise ValueError(f"{path} is missing")
-        facts = _facts(path)
-        if facts["size"] != files[name]["size"]:
-            raise ValueError(f"{path} is damaged: it has {facts['size']} bytes, expected {files[name]['size']}")
-        if facts["sha256"] != files[name]["sha256"]:
-            raise ValueError(f"{path} is damaged: its sha256 differs from the manifest's")
+        if (facts := _facts(path)) != files[name]:
+            raise ValueError(f"{path} is damaged: it is {facts}, the manifest has {files[name]}")
 
 
 def steps(run: Path) -> list[Path]:
     """The step folders of a run, the newest first."""
     found = [p for p in (run / "checkpoints").glob("step_*") if re.fullmatch(r"step_\d+", p.name)]
     return sorted(found, key=lambda path: int(path.name.removeprefix("step_")), reverse=True)
-
-
-def newest_step(run: Path) -> int:
-    """The highest step that a run folder has a checkpoint of, whole or not; 0 without any."""
-    return max((int(folder.name.removeprefix("step_")) for folder in steps(run)), default=0)
 
 
 def find(path: str | Path, for_training: bool = False, warn: Callable[[str], None] = print) -> Path:
@@ -169,14 +161,20 @@ def load_model(path: str | Path, device: str | torch.device = "cpu") -> GPT:
     return model.to(device).eval()
 
 
-def check_resumable(folder: Path, arguments: dict, same_tokenizer: bool):
-    """ValueError unless the model and the tokenizer of the run to come are those of the checkpoint."""
-    saved = read_about(folder)["arguments"]
-    for name, value in arguments.items():
+def check_same_model(folder: Path, model: GPT):
+    """ValueError unless the model is that of the checkpoint, but for its dropout."""
+    with torch.device("meta"):
+        saved = GPT(**read_about(folder)["arguments"]).arguments
+    for name, value in model.arguments.items():
         if name != "dropout" and saved[name] != value:
             raise ValueError(f"{folder} has model.{name} {saved[name]}, this run {value}: they must be the same")
-    if not same_tokenizer:
-        raise ValueError(f"{folder} has another tokenizer than this run: its text or tokenizer settings have changed")
+
+
+def set_aside(run: Path, step: int):
+    """Hides what a run saved after `step`, where it goes on from there."""
+    for folder in steps(run):
+        if int(folder.name.removeprefix("step_")) > step:
+            folder.rename(folder.with_name(f".{folder.name}.{secrets.token_hex(4)}.old"))
 
 
 def load_training(folder: Path) -> dict:

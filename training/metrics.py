@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn
+from rich.progress import Progress, TextColumn
 
 
 class MetricsLog:
@@ -63,14 +63,14 @@ class Stopwatch:
 
 
 class Screen:
-    """On a terminal a bar that stays in place, elsewhere a plain line a report."""
+    """On a terminal one line that stays in place, elsewhere a plain line a report."""
 
-    def __init__(self, steps: int, done: int):
+    def __init__(self, steps: int):
         self.console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
         self.live = sys.stdout.isatty()
-        columns = [BarColumn(bar_width=10), TextColumn("{task.description}", markup=False)]
-        self.progress = Progress(*columns, console=self.console, transient=True, disable=not self.live)
-        self.task = self.progress.add_task("compiling and warming up", total=steps, completed=done)
+        column = TextColumn("{task.description}", markup=False)
+        self.progress = Progress(column, console=self.console, transient=True, disable=not self.live)
+        self.task = self.progress.add_task("the first steps")
         self.steps = steps
         self.validation = ""  # the last one
 
@@ -81,24 +81,23 @@ class Screen:
     def __exit__(self, *_):
         self.progress.stop()
 
-    def say(self, text: str = ""):
+    def say(self, text: str):
         """A line, or several, that stay."""
         self.console.print(text)
 
     def report(self, step: int, row: dict, seconds_left: float, keep: bool):
         """Where the run stands; `keep`: leave the line on the terminal too."""
-        line = (
-            f"step {step:>{len(str(self.steps))}}/{self.steps}  left {duration(seconds_left)}  loss {row['loss']:.4f}"
-        )
+        width, left, speed = len(str(self.steps)), duration(seconds_left), row["clock"]["tokens_per_second"]
+        line = f"step {step:>{width}}/{self.steps}  left {left}  loss {row['loss']:.4f}"
         if "validation_loss" in row:
-            self.validation = f"  validation {row['validation_loss']:.4f}"
-        rest = f"  rate {row['lr']:.2e}  norm {row['grad_norm']:.2f}"
-        rest += f"  {row['clock']['tokens_per_second']:,.0f} tokens/s"
-        self.progress.update(self.task, completed=step, description=line + self.validation + rest)
-        if "validation_loss" in row:
-            line += f"{self.validation} ({row['bits_per_byte']:.3f} bits per byte)"
+            line += f"  validation {row['validation_loss']:.4f} ({row['bits_per_byte']:.3f} bits per byte)"
+            self.validation = f"  val {row['validation_loss']:.3f}"
+        line += f"  rate {row['lr']:.2e}  norm {row['grad_norm']:.2f}  {speed:,.0f} tokens/s"
+        short = f"{step}/{self.steps}  left {left}  loss {row['loss']:.3f}{self.validation}"  # 80 columns
+        short += f"  lr {row['lr']:.1e}  norm {row['grad_norm']:.2f}  {speed:,.0f} tok/s"
+        self.progress.update(self.task, description=short)
         if keep or not self.live:
-            self.say(line + rest)
+            self.say(line)
 
 
 def duration(seconds: float) -> str:

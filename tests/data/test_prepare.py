@@ -1,7 +1,7 @@
 import json
-import multiprocessing
 import os
-import time
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -19,7 +19,14 @@ BYTES = {"kind": "bytes", "vocab_size": None, "pattern": None}
 def data(tmp_path):
     for i in range(5):
         (tmp_path / f"{i}.txt").write_text(f"document {i}\n" * 50)
-    return {"source": "files", "wheel": None, "paths": ["*.txt"], "validation": ["3.txt"], "validation_share": 0.1}
+    return {
+        "source": "files",
+        "wheel": None,
+        "paths": ["*.txt"],
+        "validation": ["3.txt"],
+        "validation_share": 0.1,
+        "prompt": "",
+    }
 
 
 def test_a_corpus_holds_its_documents_with_end_of_text_between(data):
@@ -53,28 +60,14 @@ def test_a_failed_preparation_leaves_no_corpus(data, monkeypatch):
     assert [path.name for path in prepare_module.Path("corpora").iterdir() if path.is_dir()] == []
 
 
-def _ask(data, results):
-    work = prepare_module._prepare
-
-    def count(*arguments):
-        results.put("prepared")
-        time.sleep(0.5)
-        work(*arguments)
-
-    prepare_module._prepare = count
-    results.put(str(prepare(data, BYTES).folder))
-
-
-def test_two_that_ask_at_once_get_one_corpus(data):
-    context = multiprocessing.get_context("fork")
-    results = context.Queue()
-    workers = [context.Process(target=_ask, args=(data, results)) for _ in range(2)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join(timeout=60)
-    said = [results.get(timeout=5) for _ in range(3)]
-    assert said.count("prepared") == 1 and len(set(said)) == 2
+def test_two_that_ask_at_once_get_one_corpus(data, tmp_path):
+    """One prepares, the other waits."""
+    command = [sys.executable, "-m", "scripts.prepare", "data=files", "data.paths=[*.txt]", "tokenizer=bytes"]
+    both = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=tmp_path) for _ in range(2)]
+    said = [process.communicate(timeout=120)[0] for process in both]
+    assert [process.returncode for process in both] == [0, 0]
+    assert sum("preparing" in text for text in said) == 1
+    assert all("corpus      corpora/files-bytes-" in text for text in said)
 
 
 def test_shards_join_without_a_seam(tmp_path, monkeypatch):

@@ -140,5 +140,7 @@ def test_a_single_document_is_cut_at_a_line_break():
     assert 0.15 < len(held.text) / len(text) < 0.25
     (train,), (held,) = split([Document("one", "Title\n" + "word " * 1000)], [], 0.2)  # no break at hand
     assert len(train.text) > 4 * len(held.text) - 8
+    (train,), (held,) = split([Document("one", "x" * 100)], [], 0.5)
+    assert len(train.text) == len(held.text) == 50
     with pytest.raises(ValueError, match="too short"):
         split([Document("one", "a")], [], 0.2)

@@ -82,6 +82,13 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(saved, name, 
     assert len(said) == 1 and "step_00000020" in said[0] and name in said[0]
 
 
+def test_a_manifest_with_a_wrong_key_is_a_damaged_one(saved):
+    run, _ = saved
+    manifest = run / "checkpoints" / "step_00000020" / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"size"', '"rize"', 1))
+    assert checkpoint.find(run, warn=lambda text: None).name == "step_00000010"
+
+
 def test_when_all_are_damaged_it_says_so(saved):
     run, _ = saved
     for folder in checkpoint.steps(run):
