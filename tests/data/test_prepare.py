@@ -1,10 +1,11 @@
 import json
 import os
-import subprocess
-import sys
+from pathlib import Path
+from threading import Thread
 
 import numpy as np
 import pytest
+from filelock import FileLock
 
 from data import prepare as prepare_module
 from data.corpus import open_corpus
@@ -60,14 +61,20 @@ def test_a_failed_preparation_leaves_no_corpus(data, monkeypatch):
     assert [path.name for path in prepare_module.Path("corpora").iterdir() if path.is_dir()] == []
 
 
-def test_two_that_ask_at_once_get_one_corpus(data, tmp_path):
-    """One prepares, the other waits."""
-    command = [sys.executable, "-m", "scripts.prepare", "data=files", "data.paths=[*.txt]", "tokenizer=bytes"]
-    both = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=tmp_path) for _ in range(2)]
-    said = [process.communicate(timeout=120)[0] for process in both]
-    assert [process.returncode for process in both] == [0, 0]
-    assert sum("preparing" in text for text in said) == 1
-    assert all("corpus      corpora/files-bytes-" in text for text in said)
+def test_of_two_that_ask_at_once_one_waits_and_prepares_nothing(data, monkeypatch):
+    root = Path("corpora")
+    root.mkdir()
+    folder = prepare_module.corpus_folder(data, BYTES, root)
+    results = []
+    with FileLock(root / f".{folder.name}.lock"):  # as one that is at work
+        other = Thread(target=lambda: results.append(prepare(data, BYTES)))
+        other.start()
+        other.join(timeout=0.5)
+        assert other.is_alive() and not folder.exists()
+        prepare_module._prepare(data, BYTES, root, folder)
+        monkeypatch.setattr(prepare_module, "_prepare", None)
+    other.join(timeout=60)
+    assert results[0].folder == folder
 
 
 def test_shards_join_without_a_seam(tmp_path, monkeypatch):
