@@ -1,6 +1,7 @@
 """Trains a GPT: the story of a run, from top to bottom.  python train.py --help"""
 
 import os
+import time
 from dataclasses import asdict
 from pathlib import Path
 
@@ -159,10 +160,12 @@ def train(cfg: Train, run: Path):
     model.train()
     forward = model
     if choices["compile"]:
-        print("compiling, once, for a minute or so", flush=True)
+        print("compiling, once", flush=True)
+        began = time.perf_counter()
         some = [piece[: choices["micro_batch"]].to(device) for piece in batches.batch(start)]
         forward = compile_forward(model, *some, autocast, warn=print)
         choices["compile"] = forward is not model
+        print(f"{time.perf_counter() - began:.0f} s of compiling", flush=True)
 
     watch = Stopwatch()
     last_step, last_seconds = start, 0.0
