@@ -178,12 +178,12 @@ def parse(cfg: DictConfig, schema: type = Train):
 
 def unknown_key(key: str, schema: type = Train) -> str:
     """The message for a setting that does not exist, with the nearest that does."""
-    best, score = "", 0.6
-    for known in _keys(schema):  # the whole name, or its last part where only that was given
-        for a, b in ((key, known), (key.split(".")[-1], known.split(".")[-1])):
-            if (ratio := difflib.SequenceMatcher(None, a, b).ratio()) > score:
-                best, score = known, ratio
-    return f"unknown setting {key}: " + (f"did you mean {best}?" if best else "--help lists all there are")
+    known = list(_keys(schema))
+    near = difflib.get_close_matches(key, known, n=1, cutoff=0.75)
+    if not near:  # the last part of a name, or the right one in another group
+        by_last = {name.split(".")[-1]: name for name in reversed(known)}
+        near = [by_last[last] for last in difflib.get_close_matches(key.split(".")[-1], by_last, n=1)]
+    return f"unknown setting {key}: " + (f"did you mean {near[0]}?" if near else "--help lists all there are")
 
 
 def _keys(schema: type, prefix: str = ""):

@@ -47,6 +47,7 @@ def test_the_scripts_settings_compose(settings):
     [
         ("+typo=1", "unknown setting typo"),
         ("+model.n_head=3", "unknown setting model.n_head: did you mean model.n_heads"),
+        ("+modle=nano", r"did you mean model\?"),
         ("+d_modl=3", "did you mean model.d_model"),
         ("model.n_heads=many", "model.n_heads: Value many .* could not be converted"),
         ("model.n_heads=7", "multiple of model.n_heads, got 128 and 7"),
