@@ -52,7 +52,7 @@ def train(cfg: Train, run: Path):
     if saved and saved["corpus"] != corpus.fingerprint():
         raise ValueError(f"{folder} has learned from another text than {corpus.folder}, or with another tokenizer")
     try:
-        prompt = tokenizer.encode(cfg.sample.prompt).tolist() or [tokenizer.beginning]
+        prompt = tokenizer.prompt(cfg.sample.prompt)
     except ValueError as error:
         raise ValueError(f"sample.prompt: {error}") from error
 
@@ -69,6 +69,7 @@ def train(cfg: Train, run: Path):
         rows=batches.rows,
         seq_len=cfg.seq_len,
         vocab_size=tokenizer.vocab_size,
+        soft_cap=cfg.model.soft_cap,
         flops=6 * model.n_parameters() * cfg.batch_tokens * cfg.steps,
         saved=saved.get("choices", {}),
     )
@@ -129,7 +130,7 @@ def train(cfg: Train, run: Path):
             start_from = torch.tensor([prompt], device=device)
             columns = list(generate(model, start_from, c.tokens, **options, overflow="slide"))
         model.train()
-        text = c.prompt + tokenizer.decode(torch.cat(columns).tolist())
+        text = c.prompt + "".join(tokenizer.stream(torch.cat(columns).tolist(), after=prompt))
         samples.append({"step": step, "prompt": c.prompt, "text": text})
         tracking.log_samples(wandb_run, samples)
         return text

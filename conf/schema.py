@@ -30,12 +30,20 @@ class Model:
     n_kv_heads: int | None = number(at_least=1)
     d_ff: int = number(at_least=1)
     max_seq_len: int = number(at_least=1)
-    positions: str = one_of("rope", "none")
+    positions: str = one_of("rope", "learned", "sinusoidal", "alibi", "none")
     theta: float = number(above=0)
     pairing: str = one_of("half", "interleaved")
+    rope_scaling: str | None = one_of("interpolation", "ntk", "yarn")
+    rope_factor: float = number(at_least=1)
+    norm: str = one_of("rmsnorm", "layernorm")
+    norm_eps: float = number(above=0)
+    feed_forward: str = one_of("swiglu", "gelu", "relu2")
     qk_norm: bool
+    soft_cap: float | None = number(above=0)
+    window: int | None = number(at_least=1)
     dropout: float = number(at_least=0, below=1)
     tied: bool
+    vocab_multiple: int = number(at_least=1)
 
 
 @dataclass
@@ -158,6 +166,14 @@ class Prepare:
     tokenizer: Tokenizer
 
 
+@dataclass
+class ImportHF:
+    """Everything that `python -m scripts.import_hf` can be told."""
+
+    source: str
+    target: str
+
+
 def parse(cfg: DictConfig, schema: type = Train):
     """The composed config as `schema`'s dataclass. ValueError names the setting, its value and what was expected."""
     try:
@@ -245,6 +261,22 @@ def _check_rules(cfg):
             f"RoPE turns pairs of dimensions: the head width model.d_model / model.n_heads must be even, "
             f"got {m.d_model} / {m.n_heads} = {m.d_model // m.n_heads}"
         )
+    if m.positions == "sinusoidal" and m.d_model % 2:
+        raise ValueError(f"model.positions=sinusoidal needs an even model.d_model, got {m.d_model}")
+    if (m.rope_scaling is None) != (m.rope_factor == 1):
+        raise ValueError(
+            "model.rope_scaling and model.rope_factor go together, a word and a number above 1 (or null and 1), "
+            f"got {m.rope_scaling} and {m.rope_factor}"
+        )
+    if m.rope_scaling is not None and m.positions != "rope":
+        raise ValueError(f"model.rope_scaling needs model.positions=rope, got {m.rope_scaling} and {m.positions}")
+    if m.rope_scaling == "ntk" and m.d_model // m.n_heads < 4:
+        raise ValueError(
+            f"model.rope_scaling=ntk needs a head width model.d_model / model.n_heads of at least 4, "
+            f"got {m.d_model} / {m.n_heads} = {m.d_model // m.n_heads}"
+        )
+    if cfg.attention == "fused" and m.soft_cap is not None:
+        raise ValueError(f"attention=fused has no soft cap, got model.soft_cap {m.soft_cap}: take written or auto")
     if cfg.seq_len > m.max_seq_len:
         raise ValueError(f"seq_len must be at most model.max_seq_len, got {cfg.seq_len} and {m.max_seq_len}")
     if cfg.batch_tokens % cfg.seq_len:

@@ -1,4 +1,4 @@
-"""Text to tokens and back: bytes, characters, or byte-pair encoding, behind one class.
+"""Text to tokens and back: bytes, characters, byte-pair encoding, or another's tokenizer.json, behind one class.
 
 A token is a piece of UTF-8, so any text comes back exactly. Text that looks like a special token is text; the
 end-of-text token, which stands after each document, is only ever put there by its id.
@@ -8,6 +8,7 @@ import base64
 import codecs
 import hashlib
 import json
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -18,7 +19,7 @@ FILE = "vocabulary.json"
 
 
 class Tokenizer(ABC):
-    """Ids are 0 .. vocab_size - 1; `end_of_text` is the last."""
+    """Ids are 0 .. vocab_size - 1; of those made here, `end_of_text` is the last."""
 
     kind: str
     vocab_size: int
@@ -39,17 +40,16 @@ class Tokenizer(ABC):
     def end_of_text(self) -> int:
         return self.vocab_size - 1
 
-    @property
-    def beginning(self) -> int:
-        """What an empty prompt starts from."""
-        return self.end_of_text
+    def prompt(self, text: str) -> list[int]:
+        """The ids that a continuation of `text` starts from: at least one."""
+        return self.encode(text).tolist() or [self.end_of_text]
 
     def decode(self, tokens: Iterable[int]) -> str:
         """The text of some ids; bytes that are no UTF-8 (half a character) become U+FFFD."""
         return b"".join(self.token_bytes(int(token)) for token in tokens).decode("utf-8", "replace")
 
-    def stream(self, tokens: Iterable[int]) -> Iterator[str]:
-        """The text of tokens as they come, never half a character."""
+    def stream(self, tokens: Iterable[int], after: list[int]) -> Iterator[str]:
+        """The text of tokens as they come, never half a character. `after`: the ids that they follow."""
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         for token in tokens:
             yield decoder.decode(self.token_bytes(int(token)))
@@ -144,6 +144,87 @@ class BPETokenizer(Tokenizer):
         return {"kind": self.kind, "pattern": self.pattern, "ranks": ranks}
 
 
+class JSONTokenizer(Tokenizer):
+    """Another model's tokenizer.json, run by Hugging Face's tokenizers.
+
+    `content` is that file, `beginning` the id that its model has seen before every text, `end_of_text` that after it.
+    Its normalizer decides whether a text comes back exactly: many drop a space at the start.
+    """
+
+    kind = "json"
+    FILE = "tokenizer.json"
+
+    def __init__(self, content: str, beginning: int, end_of_text: int):
+        import tokenizers
+
+        self.content, self.beginning = content, beginning
+        try:
+            self.tokenizer = tokenizers.Tokenizer.from_str(content)
+        except Exception as error:  # the library has no kind of its own
+            raise ValueError(f"this tokenizer.json is no tokenizer that can be read: {error}") from error
+        self.tokenizer.encode_special_tokens = True  # text that looks like a special token is text
+        self.vocab_size = max(self.tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+        self._end_of_text = end_of_text
+        self.special = {id for id, token in self.tokenizer.get_added_tokens_decoder().items() if token.special}
+        self.bytes_of = {character: byte for byte, character in enumerate(_byte_level_alphabet())}
+        self.byte_level = '"ByteLevel"' in json.dumps(json.loads(content)["decoder"])
+
+    @property
+    def end_of_text(self) -> int:
+        return self._end_of_text
+
+    def encode(self, text: str) -> np.ndarray:
+        return np.array(self.tokenizer.encode(text, add_special_tokens=False).ids, np.int64)
+
+    def prompt(self, text: str) -> list[int]:
+        return [self.beginning, *self.encode(text).tolist()]
+
+    def token_bytes(self, token: int) -> bytes:
+        piece = self.tokenizer.id_to_token(token)
+        if token in self.special or piece is None:
+            return b""
+        if self.byte_level:
+            return bytes(self.bytes_of[character] for character in piece)
+        if re.fullmatch("<0x[0-9A-F]{2}>", piece):
+            return bytes([int(piece[3:5], 16)])
+        return piece.replace("\N{LOWER ONE EIGHTH BLOCK}", " ").encode("utf-8")
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        return self.tokenizer.decode([int(token) for token in tokens])
+
+    def stream(self, tokens: Iterable[int], after: list[int]) -> Iterator[str]:
+        from tokenizers.decoders import DecodeStream
+
+        decoder = DecodeStream(ids=after, skip_special_tokens=True)
+        seen, sent = list(after), len(self.decode(after))
+        for token in tokens:
+            seen.append(int(token))
+            piece = decoder.step(self.tokenizer, seen[-1])
+            if piece is not None:
+                sent += len(piece)
+                yield piece
+        yield self.decode(seen)[sent:]  # half a character at the end
+
+    def vocabulary(self) -> dict:
+        return {
+            "kind": self.kind,
+            "beginning": self.beginning,
+            "end_of_text": self.end_of_text,
+            "sha256": hashlib.sha256(self.content.encode()).hexdigest(),
+        }
+
+    def save(self, folder: Path):
+        super().save(folder)
+        (folder / self.FILE).write_text(self.content, encoding="utf-8")
+
+
+def _byte_level_alphabet() -> list[str]:
+    """The character that stands for each byte in GPT-2's vocabulary: itself where it prints, else one from 256 on."""
+    prints = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(256) if byte not in prints]
+    return [chr(byte) if byte in prints else chr(256 + others.index(byte)) for byte in range(256)]
+
+
 def train_bpe(texts: Iterable[str], vocab_size: int, pattern: str) -> BPETokenizer:
     """Learns vocab_size - 1 tokens from texts; the last is end-of-text."""
     import rustbpe
@@ -169,4 +250,7 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
         return ByteTokenizer()
     if vocabulary["kind"] == "chars":
         return CharacterTokenizer(vocabulary["characters"])
+    if vocabulary["kind"] == "json":
+        content = (Path(folder) / JSONTokenizer.FILE).read_text(encoding="utf-8")
+        return JSONTokenizer(content, vocabulary["beginning"], vocabulary["end_of_text"])
     return BPETokenizer([base64.b64decode(token) for token in vocabulary["ranks"]], vocabulary["pattern"])

@@ -1,5 +1,9 @@
 """Causal multi-head attention."""
 
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 import torch.nn.functional as F
 from einops import rearrange, repeat
@@ -7,38 +11,38 @@ from torch import Tensor, nn
 
 from model import functional
 from model.cache import LayerCache
-from model.functional import causal_mask, rms_norm
+from model.functional import causal_mask
+from model.norm import RMSNorm
 from model.positions import RotaryPositionalEmbedding
 
+# Two ways to compute functional.scaled_dot_product_attention: by torch's kernel, and as it stands there. Both take
+# q (b h q d), k and v (b g k d) with g key/value heads shared by h / g query heads each, and give (b h q d). `mask` is
+# what may be seen, or None for plain causal; `bias` is added to the scores.
 
-def attend(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, backend: str, dropout_p: float, training: bool
+
+def fused_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None, soft_cap: None, dropout_p: float
 ) -> Tensor:
-    """q (b h q d), k and v (b g k d) with g key/value heads shared by h / g query heads each -> (b h q d).
+    """By torch's kernel, which never holds the square of weights, and for plain causal skips its upper triangle."""
+    if bias is not None:
+        may_look = causal_mask(q.shape[2], k.shape[2], q.device) if mask is None else mask
+        mask = bias.to(q.dtype).masked_fill(~may_look, -math.inf)
+    grouped = q.shape[1] > k.shape[1]
+    return F.scaled_dot_product_attention(q, k, v, mask, dropout_p, is_causal=mask is None, enable_gqa=grouped)
 
-    `mask` is what may be seen; None means plain causal, which lets the fused kernel skip the upper triangle. Both
-    backends compute functional.scaled_dot_product_attention: "fused" by torch's kernel, "written" as it stands there.
-    """
-    group = q.shape[1] // k.shape[1]
-    if backend == "fused":
-        dropout_p = dropout_p if training else 0.0
-        return F.scaled_dot_product_attention(q, k, v, mask, dropout_p, is_causal=mask is None, enable_gqa=group > 1)
-    if group > 1:
-        k, v = (repeat(x, "b g k d -> b (g r) k d", r=group) for x in (k, v))
+
+def written_attention(q, k, v, mask, bias, soft_cap, dropout_p) -> Tensor:
+    return attention_and_weights(q, k, v, mask, bias, soft_cap, dropout_p)[0]
+
+
+def attention_and_weights(q, k, v, mask, bias, soft_cap, dropout_p) -> tuple[Tensor, Tensor]:
+    """As written_attention, and the weights (b h q k)."""
+    k, v = (repeat(x, "b g k d -> b (g r) k d", r=q.shape[1] // k.shape[1]) for x in (k, v))
     if mask is None:
         mask = causal_mask(q.shape[2], k.shape[2], q.device)
-    return functional.scaled_dot_product_attention(q, k, v, mask, dropout_p, training)[0]
-
-
-class RMSNorm(nn.Module):
-    """functional.rms_norm with a learned gain, over the last axis of width `d`."""
-
-    def __init__(self, d: int):
-        super().__init__()
-        self.gain = nn.Parameter(torch.ones(d))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.gain)
+    return functional.scaled_dot_product_attention(
+        q, k, v, mask, dropout_p, training=dropout_p > 0, bias=bias, soft_cap=soft_cap
+    )
 
 
 class CausalMultiHeadAttention(nn.Module):
@@ -48,12 +52,14 @@ class CausalMultiHeadAttention(nn.Module):
         d_model: width of the residual stream; a multiple of n_heads.
         n_heads: query heads.
         use_rope: rotate queries and keys by their positions; needs max_seq_len and an even head width.
-        max_seq_len, theta, pairing: see RotaryPositionalEmbedding.
+        max_seq_len, theta, pairing, rope_scaling, rope_factor: see RotaryPositionalEmbedding.
         n_kv_heads: key/value heads, each shared by n_heads / n_kv_heads query heads ("GQA", 2023); None: n_heads.
-        qk_norm: RMSNorm on each query and key head, before RoPE ("Scaling Vision Transformers to 22B", 2023).
+        qk_norm: RMSNorm (with norm_eps) on each query and key head, before RoPE ("Scaling Vision Transformers to 22B
+            Parameters", 2023).
+        soft_cap: bounds the scores to +- soft_cap, smoothly ("Gemma 2", 2024); torch's kernel cannot.
         dropout: on the attention weights, in training.
 
-    `backend`, "fused" or "written", says how `attend` computes.
+    `attend` is the function that computes: fused_attention or written_attention.
     """
 
     def __init__(
@@ -64,9 +70,13 @@ class CausalMultiHeadAttention(nn.Module):
         max_seq_len: int | None = None,
         theta: float = 10000.0,
         *,
-        n_kv_heads: int | None = None,
         pairing: str = "half",
+        rope_scaling: str | None = None,
+        rope_factor: float = 1.0,
+        n_kv_heads: int | None = None,
         qk_norm: bool = False,
+        norm_eps: float = 1e-6,
+        soft_cap: float | None = None,
         dropout: float = 0.0,
     ):
         super().__init__()
@@ -77,15 +87,20 @@ class CausalMultiHeadAttention(nn.Module):
             raise ValueError(f"n_heads must be a multiple of n_kv_heads, got {n_heads} and {n_kv_heads}")
         if use_rope and max_seq_len is None:
             raise ValueError("use_rope needs max_seq_len, the number of positions to tabulate, got None")
+        if soft_cap is not None and not soft_cap > 0:
+            raise ValueError(f"soft_cap must be above 0, or None, got {soft_cap}")
         d_head = d_model // n_heads
-        self.n_heads, self.n_kv_heads, self.dropout, self.backend = n_heads, n_kv_heads, dropout, "fused"
+        self.n_heads, self.n_kv_heads, self.soft_cap, self.dropout = n_heads, n_kv_heads, soft_cap, dropout
         self.wq = nn.Linear(d_model, n_heads * d_head, bias=False)
         self.wk = nn.Linear(d_model, n_kv_heads * d_head, bias=False)
         self.wv = nn.Linear(d_model, n_kv_heads * d_head, bias=False)
         self.wo = nn.Linear(n_heads * d_head, d_model, bias=False)
-        self.q_norm = RMSNorm(d_head) if qk_norm else None
-        self.k_norm = RMSNorm(d_head) if qk_norm else None
-        self.rope = RotaryPositionalEmbedding(theta, d_head, max_seq_len, pairing) if use_rope else None
+        self.q_norm = RMSNorm(d_head, norm_eps) if qk_norm else None
+        self.k_norm = RMSNorm(d_head, norm_eps) if qk_norm else None
+        self.rope = None
+        if use_rope:
+            self.rope = RotaryPositionalEmbedding(theta, d_head, max_seq_len, pairing, rope_scaling, rope_factor)
+        self.attend = fused_attention if soft_cap is None else written_attention
 
     def forward(
         self,
@@ -93,11 +108,13 @@ class CausalMultiHeadAttention(nn.Module):
         token_positions: Tensor | None = None,
         mask: Tensor | None = None,
         cache: LayerCache | None = None,
+        bias: Tensor | None = None,
     ) -> Tensor:
         """x (b s d_model) -> (b s d_model).
 
         token_positions (s,) or (b, s) feed RoPE alone, and default to 0 .. s-1 (after what the cache holds). `mask`
-        broadcasts to (b h q k) and must itself be causal; None is the causal mask.
+        broadcasts to (b h q k), or is (b q k) for all heads alike, and must itself be causal; None is the causal mask.
+        `bias` broadcasts to (b h q k) and is added to the scores.
         """
         s, start = x.shape[1], cache.cache.length if cache is not None else 0
         q = rearrange(self.wq(x), "b s (h d) -> b h s d", h=self.n_heads)
@@ -112,5 +129,37 @@ class CausalMultiHeadAttention(nn.Module):
             k, v = cache.append(k, v)  # everything seen so far
             if mask is None:  # the fused kernel's own causal flag would align to the top left
                 mask = causal_mask(s, start + s, x.device)
-        y = attend(q, k, v, mask, self.backend, self.dropout, self.training)
+        if mask is not None and mask.ndim == 3:
+            mask = rearrange(mask, "b q k -> b 1 q k")
+        y = self.attend(q, k, v, mask, bias, self.soft_cap, self.dropout if self.training else 0.0)
         return self.wo(rearrange(y, "b h s d -> b s (h d)"))
+
+
+@contextmanager
+def collect_attention(model: nn.Module) -> Iterator[list[Tensor]]:
+    """`with collect_attention(model) as maps: model(tokens)` fills maps with the weights (b h q k) of each layer.
+
+    Inside, attention is computed as written, which has the weights that the fused kernel never holds, and without
+    torch.compile; outside, nothing changes and nothing is paid. Each forward starts the list over. The weights are
+    those before dropout, and part of the autograd graph where there is one.
+    """
+    layers = [module for module in model.modules() if isinstance(module, CausalMultiHeadAttention)]
+    before = [layer.attend for layer in layers]
+    maps: list[Tensor] = []
+
+    def collecting(i: int):
+        def attend(*arguments) -> Tensor:
+            y, weights = attention_and_weights(*arguments)
+            maps[i:] = [weights]
+            return y
+
+        return attend
+
+    try:
+        for i, layer in enumerate(layers):
+            layer.attend = collecting(i)
+        with torch.compiler.set_stance("force_eager"):
+            yield maps
+    finally:
+        for layer, attend in zip(layers, before, strict=True):
+            layer.attend = attend

@@ -1,5 +1,6 @@
 """Keys and values of what was read already, so that a new token costs one column and not the whole square."""
 
+import torch
 from torch import Tensor
 
 
@@ -14,6 +15,16 @@ class KVCache:
         self.capacity = capacity
         self.length = 0
         self.layers = [LayerCache(self) for _ in range(n_layers)]
+        self.token_positions: Tensor | None = None  # of the slots, for a scheme that compares them
+
+    def append_positions(self, token_positions: Tensor) -> Tensor:
+        """Those of the new tokens, (s,) or (b, s) -> those of everything seen so far, (k,) or (b, k)."""
+        if self.token_positions is not None and self.length > 0:
+            seen = self.token_positions[..., : self.length]
+            rows = torch.broadcast_shapes(seen.shape[:-1], token_positions.shape[:-1])
+            token_positions = torch.cat([x.expand(*rows, -1) for x in (seen, token_positions)], dim=-1)
+        self.token_positions = token_positions
+        return token_positions
 
 
 class LayerCache:

@@ -1,11 +1,11 @@
-"""What a block does to each position on its own."""
+"""What a block does to each position on its own. x (... d_model) -> (... d_model); `down` writes into the stream."""
 
 from torch import Tensor, nn
-from torch.nn.functional import silu
+from torch.nn.functional import gelu, relu, silu
 
 
 class SwiGLU(nn.Module):
-    """down(silu(gate(x)) * up(x)) of "GLU Variants Improve Transformer" (2020); x (... d_model)."""
+    """down(silu(gate(x)) * up(x)) of "GLU Variants Improve Transformer" (2020): three matrices, the others have two."""
 
     def __init__(self, d_model: int, d_ff: int):
         super().__init__()
@@ -15,3 +15,30 @@ class SwiGLU(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(silu(self.gate(x)) * self.up(x))
+
+
+class GELU(nn.Module):
+    """down(gelu(up(x))): GPT-2's feed-forward, with the exact function of "Gaussian Error Linear Units" (2016)."""
+
+    def __init__(self, d_model: int, d_ff: int):
+        super().__init__()
+        self.up = nn.Linear(d_model, d_ff, bias=False)
+        self.down = nn.Linear(d_ff, d_model, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(gelu(self.up(x)))
+
+
+class ReLU2(nn.Module):
+    """down(relu(up(x))^2) of "Primer: Searching for Efficient Transformers for Language Modeling" (2021)."""
+
+    def __init__(self, d_model: int, d_ff: int):
+        super().__init__()
+        self.up = nn.Linear(d_model, d_ff, bias=False)
+        self.down = nn.Linear(d_ff, d_model, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(relu(self.up(x)).square())
+
+
+FEED_FORWARDS = {"swiglu": SwiGLU, "gelu": GELU, "relu2": ReLU2}

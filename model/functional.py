@@ -14,48 +14,105 @@ from torch import Tensor
 IGNORE = -100  # a target with this id is not predicted and not counted
 
 
+def _wide(x: Tensor) -> Tensor:
+    """x in float32, where sums of many and exponentials keep their digits; float64 stays."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
 def softmax(x: Tensor, dim: int = -1) -> Tensor:
     """exp(x) / sum(exp(x)) along `dim`, with the maximum subtracted first so that no exponent is above 0.
 
     The shift changes nothing (numerator and denominator share the factor exp(-max)) but keeps exp from overflowing,
-    which it would from 89 in float32. A row of -inf only (a query that may look nowhere) gives zeros, not NaN.
+    which it would from 89 in float32. A row of -inf only (a query that may look nowhere) gives zeros, not NaN, and no
+    gradient. Computed in float32, returned in the dtype of x.
     """
-    top = x.detach().amax(dim, keepdim=True)
-    exp = (x - top.masked_fill(top == -math.inf, 0.0)).exp()
+    wide = _wide(x)
+    top = wide.detach().amax(dim, keepdim=True)
+    exp = (wide - top.masked_fill(top == -math.inf, 0.0)).exp()
     total = exp.sum(dim, keepdim=True)
-    return exp / total.masked_fill(total == 0, 1.0)
+    return (exp / total.masked_fill(total == 0, 1.0)).to(x.dtype)
 
 
 def scaled_dot_product_attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, dropout_p: float = 0.0, training: bool = False
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    training: bool = False,
+    *,
+    bias: Tensor | None = None,
+    soft_cap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """softmax(q k^T / sqrt(d)) v of "Attention Is All You Need" (2017), equation 1.
 
-    q (... q d), k (... k d), v (... k v); mask broadcasts to (... q k), True = may look. Dropout falls on the weights,
-    after the softmax and only in training. Returns the output (... q v) and the weights (... q k).
+    q (... q d), k (... k d), v (... k v); any leading axes, and as many queries and value dimensions as wanted. The
+    boolean mask broadcasts to (... q k), True = may look. Dropout falls on the weights, after the softmax and only in
+    training. `bias` (... q k) is added to the scores, as ALiBi does; `soft_cap` c bends them to c tanh(scores / c)
+    before ("Gemma 2", 2024). Returns the output (... q v) and the weights (... q k) before dropout, in the dtype of q.
     """
+    if q.shape[-1] != k.shape[-1]:
+        raise ValueError(f"queries and keys must have the same width, got {q.shape[-1]} and {k.shape[-1]}")
+    if k.shape[-2] != v.shape[-2]:
+        raise ValueError(f"there must be as many keys as values, got {k.shape[-2]} and {v.shape[-2]}")
     scores = torch.einsum("... q d, ... k d -> ... q k", q, k) / math.sqrt(q.shape[-1])
+    if soft_cap is not None:
+        scores = soft_cap * torch.tanh(scores / soft_cap)
+    if bias is not None:
+        scores = scores + _expand("bias", bias, scores)
     if mask is not None:
-        try:
-            scores = scores.masked_fill(~mask, -math.inf)
-        except RuntimeError as error:
-            raise ValueError(
-                f"the mask must broadcast to the scores, got {tuple(mask.shape)} and {tuple(scores.shape)}"
-            ) from error
-    weights = softmax(scores)
+        if mask.dtype != torch.bool:
+            raise ValueError(f"the mask must be boolean, True = may look, got {mask.dtype}")
+        scores = scores.masked_fill(~_expand("mask", mask, scores), -math.inf)
+    weights = softmax(scores).to(q.dtype)
     dropped = torch.nn.functional.dropout(weights, dropout_p, training)
     return torch.einsum("... q k, ... k v -> ... q v", dropped, v), weights
+
+
+def _expand(name: str, x: Tensor, scores: Tensor) -> Tensor:
+    try:
+        return x.expand_as(scores)
+    except RuntimeError as error:
+        raise ValueError(
+            f"the {name} must broadcast to the scores, got {tuple(x.shape)} and {tuple(scores.shape)}"
+        ) from error
 
 
 # --- masks: combine with `&`, broadcast to (b, h, q, k) -------------------------------------------------------------
 
 
-def causal_mask(T_q: int, T_k: int, device=None) -> Tensor:
-    """(q k): the last query sees every key, each earlier query one key less.
+def attention_mask(
+    T_q: int,
+    T_k: int,
+    *,
+    window: int | None = None,
+    padding: Tensor | None = None,
+    documents: Tensor | None = None,
+    device: torch.device | None = None,
+) -> Tensor:
+    """Who may look where, broadcasting to (b h q k): the one builder, for training, prompts, chunks and single tokens.
 
-    Aligned to the bottom right, because with a cache the T_q queries are the newest of the T_k slots.
+    The T_q queries are the newest of the T_k slots: all of them without a cache, fewer with one. Causality goes by the
+    order of slots; `window`, `padding` (b k) and `documents` (b k) take away more.
     """
+    mask = causal_mask(T_q, T_k, device)
+    if window is not None:
+        mask = mask & window_mask(T_q, T_k, window, device)
+    if padding is not None:
+        mask = mask & padding_mask(padding)
+    if documents is not None:
+        mask = mask & document_mask(documents, T_q)
+    return mask
+
+
+def causal_mask(T_q: int, T_k: int, device: torch.device | None = None) -> Tensor:
+    """(q k): the last query sees every key, each earlier query one key less (aligned to the bottom right)."""
     return torch.ones(T_q, T_k, dtype=torch.bool, device=device).tril(T_k - T_q)
+
+
+def window_mask(T_q: int, T_k: int, window: int, device: torch.device | None = None) -> Tensor:
+    """(q k): a query sees nothing further back than itself and the window - 1 slots before ("Longformer", 2020)."""
+    return torch.ones(T_q, T_k, dtype=torch.bool, device=device).triu(T_k - T_q - window + 1)
 
 
 def padding_mask(padding: Tensor) -> Tensor:
@@ -63,18 +120,33 @@ def padding_mask(padding: Tensor) -> Tensor:
     return rearrange(padding, "b k -> b 1 1 k")
 
 
-def document_mask(documents: Tensor) -> Tensor:
-    """(b s) document numbers -> (b 1 q k): a token sees its own document only."""
-    return rearrange(documents, "b q -> b 1 q 1") == rearrange(documents, "b k -> b 1 1 k")
+def document_mask(documents: Tensor, T_q: int | None = None) -> Tensor:
+    """(b k) document numbers -> (b 1 q k): a token sees its own document only; the queries are the last T_q, or all."""
+    queries = documents if T_q is None else documents[:, documents.shape[1] - T_q :]
+    return rearrange(queries, "b q -> b 1 q 1") == rearrange(documents, "b k -> b 1 1 k")
 
 
 # --- the rest of the block ------------------------------------------------------------------------------------------
 
 
 def rms_norm(x: Tensor, gain: Tensor, eps: float = 1e-6) -> Tensor:
-    """x / rms(x) * gain over the last axis ("Root Mean Square Layer Normalization", 2019); computed in float32."""
-    wide = x.float()
-    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * gain.float()).to(x.dtype)
+    """x / rms(x) * gain over the last axis ("Root Mean Square Layer Normalization", 2019).
+
+    Computed in float32, returned in the dtype of x.
+    """
+    wide = _wide(x)
+    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * _wide(gain)).to(x.dtype)
+
+
+def layer_norm(x: Tensor, gain: Tensor, bias: Tensor, eps: float = 1e-5) -> Tensor:
+    """(x - mean(x)) / std(x) * gain + bias over the last axis ("Layer Normalization", 2016).
+
+    Computed in float32, returned in the dtype of x.
+    """
+    wide = _wide(x)
+    centred = wide - wide.mean(-1, keepdim=True)
+    scaled = centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps)
+    return (scaled * _wide(gain) + _wide(bias)).to(x.dtype)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, pairing: str = "half") -> Tensor:
@@ -94,10 +166,10 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, pairing: str = "half") -> Tensor
 def cross_entropy(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """The summed negative log-likelihood in nats of targets (...) under logits (... vocab), and how many were counted.
 
-    Targets equal to IGNORE are left out of both. Float32 inside. A sum rather than a mean, so that pieces of a batch
-    add up to the whole, however it was cut.
+    Targets equal to IGNORE are left out of both. Computed in float32. A sum rather than a mean, so that pieces of a
+    batch add up to the whole, however it was cut.
     """
     loss = torch.nn.functional.cross_entropy(
-        logits.float().flatten(0, -2), targets.flatten(), ignore_index=IGNORE, reduction="sum"
+        _wide(logits).flatten(0, -2), targets.flatten(), ignore_index=IGNORE, reduction="sum"
     )
     return loss, (targets != IGNORE).sum()

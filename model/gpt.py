@@ -5,25 +5,37 @@ import math
 import torch
 from torch import Tensor, nn
 
-from model.attention import CausalMultiHeadAttention, RMSNorm
+from model.attention import CausalMultiHeadAttention, fused_attention, written_attention
 from model.cache import KVCache, LayerCache
-from model.feed_forward import SwiGLU
-from model.functional import causal_mask, cross_entropy, document_mask, padding_mask
+from model.feed_forward import FEED_FORWARDS
+from model.functional import attention_mask, cross_entropy
+from model.norm import NORMS
+from model.positions import (
+    SCHEMES,
+    ALiBi,
+    LearnedPositionalEmbedding,
+    SinusoidalPositionalEmbedding,
+    check_positions,
+)
 
 
 class Block(nn.Module):
     """x + attention(norm(x)), then x + feed_forward(norm(x)): pre-norm, as in GPT-2."""
 
-    def __init__(self, d_model: int, d_ff: int, dropout: float, **attention):
+    def __init__(
+        self, d_model: int, d_ff: int, norm: str, norm_eps: float, feed_forward: str, dropout: float, **attention
+    ):
         super().__init__()
-        self.attention_norm = RMSNorm(d_model)
-        self.attention = CausalMultiHeadAttention(d_model, dropout=dropout, **attention)
-        self.feed_forward_norm = RMSNorm(d_model)
-        self.feed_forward = SwiGLU(d_model, d_ff)
+        self.attention_norm = NORMS[norm](d_model, norm_eps)
+        self.attention = CausalMultiHeadAttention(d_model, norm_eps=norm_eps, dropout=dropout, **attention)
+        self.feed_forward_norm = NORMS[norm](d_model, norm_eps)
+        self.feed_forward = FEED_FORWARDS[feed_forward](d_model, d_ff)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, x: Tensor, token_positions: Tensor, mask: Tensor | None, cache: LayerCache | None) -> Tensor:
-        x = x + self.dropout(self.attention(self.attention_norm(x), token_positions, mask, cache))
+    def forward(
+        self, x: Tensor, token_positions: Tensor, mask: Tensor | None, cache: LayerCache | None, bias: Tensor | None
+    ) -> Tensor:
+        x = x + self.dropout(self.attention(self.attention_norm(x), token_positions, mask, cache, bias))
         return x + self.dropout(self.feed_forward(self.feed_forward_norm(x)))
 
 
@@ -34,11 +46,16 @@ class GPT(nn.Module):
         vocab_size: the tokenizer's.
         d_model, n_layers, n_heads, n_kv_heads, d_ff: the shape; n_kv_heads None means n_heads.
         max_seq_len: how far positions reach.
-        positions: "rope" or "none". Without positions, order still shows through the causal mask alone.
-        theta, pairing: RoPE's base and which dimensions it pairs, see RotaryPositionalEmbedding.
-        qk_norm: RMSNorm on queries and keys.
+        positions: "rope", "learned", "sinusoidal", "alibi" or "none", see model/positions.py.
+        theta, pairing, rope_scaling, rope_factor: RoPE's, see RotaryPositionalEmbedding.
+        norm, norm_eps: "rmsnorm" or "layernorm", see model/norm.py.
+        feed_forward: "swiglu", "gelu" or "relu2", see model/feed_forward.py.
+        qk_norm, soft_cap: RMSNorm on queries and keys, a bound on the scores; see CausalMultiHeadAttention.
+        window: a token sees itself and the window - 1 before it only; None: all before it.
         dropout: on embeddings, attention weights and both residual branches.
         tied: the head shares the embedding's matrix.
+        vocab_multiple: rows of embedding and head, filled up to a multiple of it for speed. The rows too many are
+            never looked up, and no logit comes out of them.
     """
 
     def __init__(
@@ -54,24 +71,50 @@ class GPT(nn.Module):
         positions: str = "rope",
         theta: float = 10000.0,
         pairing: str = "half",
+        rope_scaling: str | None = None,
+        rope_factor: float = 1.0,
+        norm: str = "rmsnorm",
+        norm_eps: float = 1e-6,
+        feed_forward: str = "swiglu",
         qk_norm: bool = False,
+        soft_cap: float | None = None,
+        window: int | None = None,
         dropout: float = 0.0,
         tied: bool = False,
+        vocab_multiple: int = 1,
     ):
         arguments = dict(locals())
         del arguments["self"], arguments["__class__"]
         super().__init__()
-        if positions not in ("rope", "none"):
-            raise ValueError(f"positions must be rope or none, got {positions}")
+        for name, choices in (("positions", SCHEMES), ("norm", NORMS), ("feed_forward", FEED_FORWARDS)):
+            if arguments[name] not in choices:
+                raise ValueError(f"{name} must be one of {', '.join(choices)}, got {arguments[name]}")
+        for name in ("window", "vocab_multiple"):
+            if arguments[name] is not None and arguments[name] < 1:
+                raise ValueError(f"{name} must be at least 1, got {arguments[name]}")
+        if positions != "rope" and (rope_scaling is not None or rope_factor != 1):
+            raise ValueError(
+                f"rope_scaling and rope_factor need positions=rope, got {rope_scaling}, {rope_factor} and {positions}"
+            )
         # what GPT(**arguments) needs to build this model again; a checkpoint keeps it
         self.arguments = arguments
-        self.vocab_size, self.max_seq_len = vocab_size, max_seq_len
-        self.embedding = nn.Embedding(vocab_size, d_model)
+        self.vocab_size, self.max_seq_len, self.window = vocab_size, max_seq_len, window
+        rows = math.ceil(vocab_size / vocab_multiple) * vocab_multiple
+        self.embedding = nn.Embedding(rows, d_model)
+        self.position_embedding = None
+        if positions == "learned":
+            self.position_embedding = LearnedPositionalEmbedding(d_model, max_seq_len)
+        elif positions == "sinusoidal":
+            self.position_embedding = SinusoidalPositionalEmbedding(d_model, max_seq_len)
+        self.alibi = ALiBi(n_heads) if positions == "alibi" else None
         self.dropout = nn.Dropout(dropout)
         self.blocks = nn.ModuleList(
             Block(
                 d_model,
                 d_ff,
+                norm,
+                norm_eps,
+                feed_forward,
                 dropout,
                 n_heads=n_heads,
                 n_kv_heads=n_kv_heads,
@@ -79,12 +122,15 @@ class GPT(nn.Module):
                 max_seq_len=max_seq_len,
                 theta=theta,
                 pairing=pairing,
+                rope_scaling=rope_scaling,
+                rope_factor=rope_factor,
                 qk_norm=qk_norm,
+                soft_cap=soft_cap,
             )
             for _ in range(n_layers)
         )
-        self.norm = RMSNorm(d_model)
-        self.head = nn.Linear(d_model, vocab_size, bias=False)
+        self.norm = NORMS[norm](d_model, norm_eps)
+        self.head = nn.Linear(d_model, rows, bias=False)
         if tied:
             self.head.weight = self.embedding.weight
         self.initialise()
@@ -114,49 +160,56 @@ class GPT(nn.Module):
     ) -> Tensor | tuple[Tensor, Tensor]:
         """tokens (b, s) -> logits (b, s, vocab); with targets (b, s) -> the summed loss in nats and its count.
 
-        token_positions (s,) or (b, s): where each token stands, for RoPE; by default after what the cache holds. They
-        never enter the mask: causality goes by order.
+        token_positions (s,) or (b, s): where each token stands, for the position scheme; by default after what the
+        cache holds. They never enter the mask: causality goes by order.
         padding (b, cache.length + s): True at real tokens; the others are not looked at.
-        documents (b, s): tokens see their own document only; not together with a cache.
+        documents (b, cache.length + s): numbers; tokens see their own document only.
         cache: what was read before; this forward appends to it.
         """
         s = tokens.shape[1]
         start = cache.length if cache is not None else 0
-        self._check(tokens, token_positions, documents, cache)
+        self._check(tokens, token_positions, padding, documents, cache)
         if token_positions is None:
             token_positions = torch.arange(start, start + s, device=tokens.device)
-        mask = self._mask(s, start, padding, documents, cache, tokens.device)
+        mask = None  # plain causal. Decided by arguments, never by values
+        if padding is not None or documents is not None or cache is not None or self.window is not None:
+            mask = attention_mask(
+                s, start + s, window=self.window, padding=padding, documents=documents, device=tokens.device
+            )
+        bias = None
+        if self.alibi is not None:
+            seen = token_positions if cache is None else cache.append_positions(token_positions)
+            bias = self.alibi(token_positions, seen)
 
-        x = self.dropout(self.embedding(tokens))
+        x = self.embedding(tokens)
+        if self.position_embedding is not None:
+            x = self.position_embedding(x, token_positions)
+        x = self.dropout(x)
         for i, block in enumerate(self.blocks):
-            x = block(x, token_positions, mask, cache.layers[i] if cache is not None else None)
+            x = block(x, token_positions, mask, cache.layers[i] if cache is not None else None, bias)
         if cache is not None:
             cache.length += s
-        logits = self.head(self.norm(x))
+        logits = self.head(self.norm(x))[..., : self.vocab_size]
         return logits if targets is None else cross_entropy(logits, targets)
 
-    @staticmethod
-    def _mask(s: int, start: int, padding, documents, cache, device) -> Tensor | None:
-        """Who may look where, broadcasting to (b h q k); None: plain causal. Decided by arguments, never by values."""
-        if padding is None and documents is None and cache is None:
-            return None
-        mask = causal_mask(s, start + s, device)
-        if padding is not None:
-            mask = mask & padding_mask(padding)
-        if documents is not None:
-            mask = mask & document_mask(documents)
-        return mask
-
-    def _check(self, tokens: Tensor, token_positions: Tensor | None, documents: Tensor | None, cache: KVCache | None):
-        s, start = tokens.shape[1], cache.length if cache is not None else 0
+    def _check(self, tokens: Tensor, token_positions, padding, documents, cache: KVCache | None):
+        (b, s), start = tokens.shape, cache.length if cache is not None else 0
         if token_positions is None and start + s > self.max_seq_len:
             raise ValueError(f"{start + s} tokens are more than max_seq_len {self.max_seq_len}: give fewer, or slide")
         if cache is not None and start + s > cache.capacity:
             raise ValueError(
                 f"{start + s} tokens are more than the cache's capacity {cache.capacity}: make a larger one"
             )
-        if cache is not None and documents is not None:
-            raise ValueError("documents and a cache cannot go together: packing is for training")
+        if token_positions is not None:
+            if token_positions.shape not in ((s,), (b, s)):
+                raise ValueError(
+                    f"token_positions must be {(s,)} or {(b, s)}, one a token, got {tuple(token_positions.shape)}"
+                )
+            if not torch.compiler.is_compiling():
+                check_positions(token_positions, self.max_seq_len)
+        for name, given in (("padding", padding), ("documents", documents)):
+            if given is not None and given.shape != (b, start + s):
+                raise ValueError(f"{name} must be {(b, start + s)}, one a slot, got {tuple(given.shape)}")
 
     def new_cache(self, capacity: int | None = None) -> KVCache:
         """An empty cache for `capacity` tokens a row; None: max_seq_len."""
@@ -166,8 +219,12 @@ class GPT(nn.Module):
         """Computes attention by torch's "fused" kernel (the default) or as "written" in functional.py; same result."""
         if backend not in ("fused", "written"):
             raise ValueError(f"the attention backend must be fused or written, got {backend}")
+        if backend == "fused" and self.arguments["soft_cap"] is not None:
+            raise ValueError(
+                f"the fused kernel has no soft cap, got soft_cap {self.arguments['soft_cap']}: take written"
+            )
         for block in self.blocks:
-            block.attention.backend = backend
+            block.attention.attend = fused_attention if backend == "fused" else written_attention
 
     def n_parameters(self) -> int:
         """Trainable numbers; a tied matrix counts once."""

@@ -1,12 +1,57 @@
-"""How a token's place in the sequence enters the model."""
+"""How a token's place in the sequence enters the model.
+
+| scheme | what it changes | class |
+| --- | --- | --- |
+| rope | turns queries and keys, in every layer | RotaryPositionalEmbedding |
+| learned | adds a learned vector to the token's embedding | LearnedPositionalEmbedding |
+| sinusoidal | adds a fixed one | SinusoidalPositionalEmbedding |
+| alibi | lowers the score of a key the further back it lies, in every layer | ALiBi |
+| none | nothing: order shows through the causal mask alone | |
+
+The first three are called alike, (x, token_positions) -> x; ALiBi compares two lists of positions. All take
+token_positions as (s,), or as (b, s) where each row has its own.
+"""
+
+import math
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import embedding
 
 from model.functional import rotate
 
+SCHEMES = ("rope", "learned", "sinusoidal", "alibi", "none")
+SCALINGS = ("interpolation", "ntk", "yarn")
 
-class RotaryPositionalEmbedding(nn.Module):
+
+def check_positions(token_positions: Tensor, max_seq_len: int):
+    """ValueError unless all lie in 0 .. max_seq_len - 1. Reads the values: on a GPU that waits for them."""
+    low, high = token_positions.min().item(), token_positions.max().item()
+    if low < 0 or high >= max_seq_len:
+        raise ValueError(f"token_positions must lie in 0 .. {max_seq_len - 1} (max_seq_len - 1), got {low} .. {high}")
+
+
+def _look_up(table: Tensor, token_positions: Tensor) -> Tensor:
+    """The rows (s d) or (b s d) of a table (max_seq_len d)."""
+    try:
+        return embedding(token_positions, table)
+    except IndexError:
+        check_positions(token_positions, len(table))
+        raise
+
+
+class _Fixed(nn.Module):
+    """Buffers move with the module but stay float32: in bfloat16, neighbouring positions would become equal."""
+
+    def _apply(self, fn, recurse=True):
+        tables = dict(self.named_buffers(recurse=False))
+        super()._apply(fn, recurse)
+        for name, table in tables.items():
+            setattr(self, name, table.to(getattr(self, name).device))
+        return self
+
+
+class RotaryPositionalEmbedding(_Fixed):
     """RoPE ("RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021).
 
     Pair i of a query or key at position p is turned by the angle p * theta^(-2i / d_k), so that the score of a query
@@ -15,30 +60,124 @@ class RotaryPositionalEmbedding(nn.Module):
     Args:
         theta: base of the wavelengths; larger turns more slowly.
         d_k: width of a head; even.
-        max_seq_len: positions 0 .. max_seq_len - 1 are tabulated.
+        max_seq_len: positions 0 .. max_seq_len - 1 are tabulated, in float32.
         pairing: "half" (Hugging Face, vLLM) or "interleaved" (the paper, llama2.c).
+        scaling, factor: reach `factor` times as far as the model was trained, max_seq_len / factor; see rope_speeds.
     """
 
-    def __init__(self, theta: float, d_k: int, max_seq_len: int, pairing: str = "half"):
+    def __init__(
+        self,
+        theta: float,
+        d_k: int,
+        max_seq_len: int,
+        pairing: str = "half",
+        scaling: str | None = None,
+        factor: float = 1.0,
+    ):
         super().__init__()
         if d_k % 2:
             raise ValueError(f"RoPE turns pairs of dimensions: the head width must be even, got {d_k}")
+        if pairing not in ("half", "interleaved"):
+            raise ValueError(f"pairing must be half or interleaved, got {pairing}")
         self.max_seq_len, self.pairing = max_seq_len, pairing
+        speeds, amplitude = rope_speeds(theta, d_k, scaling, factor, max_seq_len / factor)
         # float64 first: in float32 the angles at position 100,000 are already off by 0.005
-        angles = torch.outer(torch.arange(max_seq_len).double(), theta ** (-torch.arange(0, d_k, 2).double() / d_k))
-        self.register_buffer("cos", angles.cos().float(), persistent=False)
-        self.register_buffer("sin", angles.sin().float(), persistent=False)
-
-    def _apply(self, fn, recurse=True):
-        """Moves with the module but stays float32: in bfloat16 neighbouring positions would become equal."""
-        cos, sin = self.cos, self.sin
-        super()._apply(fn, recurse)
-        self.cos, self.sin = cos.to(self.cos.device), sin.to(self.sin.device)
-        return self
+        angles = torch.outer(torch.arange(max_seq_len).double(), speeds)
+        self.register_buffer("cos", (amplitude * angles.cos()).float(), persistent=False)
+        self.register_buffer("sin", (amplitude * angles.sin()).float(), persistent=False)
 
     def forward(self, x: Tensor, token_positions: Tensor) -> Tensor:
         """x (b h s d), token_positions (s,) or (b, s) -> the rotated x."""
-        cos, sin = self.cos[token_positions], self.sin[token_positions]  # (s i) or (b s i)
+        cos, sin = _look_up(self.cos, token_positions), _look_up(self.sin, token_positions)  # (s i) or (b s i)
         if token_positions.ndim == 2:
             cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)  # the same for all heads
         return rotate(x, cos, sin, self.pairing)
+
+
+def rope_speeds(
+    theta: float, d_k: int, scaling: str | None = None, factor: float = 1.0, trained_len: float = 0.0
+) -> tuple[Tensor, float]:
+    """How far each pair turns per position, in radians (d_k / 2,) float64, and what cos and sin are multiplied by.
+
+    To reach `factor` times the trained length, `scaling` slows down the pairs:
+    interpolation: all by the factor ("Extending Context Window of Large Language Models via Position Interpolation",
+        2023); neighbours become hard to tell apart.
+    ntk: by a larger base, so that the slowest pair slows down by the factor and the fastest not at all ("NTK-aware
+        scaled RoPE", bloc97, 2023).
+    yarn: not those that turn 32 times or more within the trained length, by the factor those that turn once or less,
+        between them a ramp; and the scores grow by (1 + 0.1 ln factor)^2 ("YaRN: Efficient Context Window Extension of
+        Large Language Models", 2023; the ramp is over pairs, as in its authors' code and in Hugging Face's).
+    """
+    if scaling is None:
+        if factor != 1:
+            raise ValueError(f"rope_factor {factor} needs rope_scaling, one of {', '.join(SCALINGS)}, got None")
+    elif scaling not in SCALINGS:
+        raise ValueError(f"rope_scaling must be one of {', '.join(SCALINGS)}, or None, got {scaling}")
+    elif not factor >= 1:
+        raise ValueError(f"rope_factor must be at least 1, got {factor}")
+    if scaling == "ntk":
+        if d_k < 4:
+            raise ValueError(f"rope_scaling=ntk needs a head width of at least 4, got {d_k}: take interpolation")
+        theta = theta * factor ** (d_k / (d_k - 2))
+    speeds = theta ** (-torch.arange(0, d_k, 2).double() / d_k)
+    if scaling == "interpolation":
+        return speeds / factor, 1.0
+    if scaling != "yarn":
+        return speeds, 1.0
+
+    def pair_that_turns(times: float) -> float:
+        return d_k * math.log(trained_len / (2 * math.pi * times)) / (2 * math.log(theta))
+
+    fast, slow = max(math.floor(pair_that_turns(32)), 0), min(math.ceil(pair_that_turns(1)), d_k - 1)
+    ramp = ((torch.arange(d_k // 2).double() - fast) / max(slow - fast, 0.001)).clamp(0, 1)
+    return speeds * (1 - ramp) + speeds / factor * ramp, 1 + 0.1 * math.log(factor)
+
+
+class LearnedPositionalEmbedding(nn.Module):
+    """One learned vector a position, as in GPT-2. (x (b s d_model), token_positions) -> x + vector."""
+
+    def __init__(self, d_model: int, max_seq_len: int):
+        super().__init__()
+        self.table = nn.Embedding(max_seq_len, d_model)
+
+    def forward(self, x: Tensor, token_positions: Tensor) -> Tensor:
+        return x + _look_up(self.table.weight, token_positions)
+
+
+class SinusoidalPositionalEmbedding(_Fixed):
+    """sqrt(d_model) x + PE of "Attention Is All You Need" (2017), sections 3.4 and 3.5.
+
+    PE(p, 2i) = sin(p / 10000^(2i / d_model)) and PE(p, 2i + 1) the cosine; d_model must be even.
+    """
+
+    def __init__(self, d_model: int, max_seq_len: int):
+        super().__init__()
+        if d_model % 2:
+            raise ValueError(f"sinusoidal positions come in pairs: d_model must be even, got {d_model}")
+        speeds, _ = rope_speeds(10000.0, d_model)
+        angles = torch.outer(torch.arange(max_seq_len).double(), speeds)
+        table = torch.stack([angles.sin(), angles.cos()], dim=-1).flatten(1)
+        self.register_buffer("table", table.float(), persistent=False)
+
+    def forward(self, x: Tensor, token_positions: Tensor) -> Tensor:
+        return (math.sqrt(x.shape[-1]) * x + _look_up(self.table, token_positions)).to(x.dtype)
+
+
+class ALiBi(_Fixed):
+    """A penalty on the scores, linear in the distance ("Train Short, Test Long", 2021).
+
+    Head i of h lowers a score by 2^(-8 i / h), i = 1 .. h, for each position between query and key. A number of heads
+    that is no power of two takes the slopes of the next smaller one and fills up from those of the next larger.
+    """
+
+    def __init__(self, n_heads: int):
+        super().__init__()
+        n = 2 ** math.floor(math.log2(n_heads))
+        slopes = [2 ** (-8 * i / n) for i in range(1, n + 1)]
+        slopes += [2 ** (-4 * i / n) for i in range(1, 2 * (n_heads - n), 2)]
+        self.register_buffer("slopes", torch.tensor(slopes).view(-1, 1, 1), persistent=False)
+
+    def forward(self, q_positions: Tensor, k_positions: Tensor) -> Tensor:
+        """(q,) and (k,), or (b, q) and (b, k) -> what is added to the scores, (h q k) or (b h q k), float32."""
+        distance = q_positions.unsqueeze(-1) - k_positions.unsqueeze(-2)  # (q k) or (b q k)
+        return -self.slopes * distance.unsqueeze(-3)

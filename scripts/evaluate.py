@@ -22,7 +22,9 @@ def main(cfg: Evaluate):
     model = checkpoint.load_model(folder, auto.choose_device(cfg.device))
     tokenizer = load_tokenizer(folder / "tokenizer")
 
-    data = about["data"] if cfg.data is None else asdict(cfg.data)
+    data = about.get("data") if cfg.data is None else asdict(cfg.data)
+    if data is None:
+        raise ValueError(f"{folder} names no text of its own: give one, for example data=files data.paths='[my.txt]'")
     documents = sources.load(data["source"], data["paths"], data["wheel"], cache=Path("corpora/downloads"))
     if cfg.data is None or cfg.data.source != "files":  # files that are named here are all meant
         _, documents = sources.split(documents, data["validation"], data["validation_share"])

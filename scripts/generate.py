@@ -17,7 +17,7 @@ def main(cfg: Generate):
     folder = checkpoint.find(cfg.checkpoint, warn=warn)
     model = checkpoint.load_model(folder, auto.choose_device(cfg.device))
     tokenizer = load_tokenizer(folder / "tokenizer")
-    prompt = tokenizer.encode(cfg.prompt).tolist() or [tokenizer.beginning]
+    prompt = tokenizer.prompt(cfg.prompt)
     if len(prompt) + cfg.max_new_tokens - 1 > model.max_seq_len:
         half = model.max_seq_len // 2
         warn(f"longer than the context of {model.max_seq_len} tokens: when it is full, the last {half} are read again")
@@ -42,7 +42,7 @@ def main(cfg: Generate):
         if cfg.num_samples > 1:
             print(f"--- {i + 1} of {cfg.num_samples}, seed {cfg.seed + i}")
         print(cfg.prompt, end="", flush=True)
-        for piece in tokenizer.stream(tokens(cfg.seed + i)):
+        for piece in tokenizer.stream(tokens(cfg.seed + i), after=prompt):
             print(piece, end="", flush=True)
         print()
 

@@ -1,6 +1,9 @@
 """Shared by all tests: small models, settings as the command line would compose them, and no network."""
 
+import json
+import os
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -50,3 +53,30 @@ def settings():
             return schema.parse(compose(config, overrides=list(overrides)), kind)
 
     return make
+
+
+@pytest.fixture(scope="session")
+def reference() -> Path:
+    """The folder of models, tokenizers and texts of others; a test that needs it is skipped where there is none."""
+    if "REFERENCE_DATA" not in os.environ:
+        pytest.skip("REFERENCE_DATA is not set")
+    return Path(os.environ["REFERENCE_DATA"])
+
+
+@pytest.fixture(scope="session")
+def llama_tokenizer() -> str:
+    """A tokenizer.json as Llama's: a few pieces with their spaces, single bytes for all else."""
+    from tokenizers import Tokenizer, decoders, models, normalizers
+
+    words = ["\N{LOWER ONE EIGHTH BLOCK}", "a", "t", "h", "e", "th", "the", "\N{LOWER ONE EIGHTH BLOCK}the"]
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *words]
+    merges = [("t", "h"), ("th", "e"), ("\N{LOWER ONE EIGHTH BLOCK}", "the")]
+    vocabulary = {piece: id for id, piece in enumerate(pieces)}
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    space = "\N{LOWER ONE EIGHTH BLOCK}"
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(space), normalizers.Replace(" ", space)])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace(space, " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    tokenizer.add_special_tokens(["<unk>", "<s>", "</s>"])
+    return json.dumps(json.loads(tokenizer.to_str()))

@@ -31,17 +31,26 @@ TEXT = ["data=files", "data.paths=[books/*.txt]", "tokenizer.vocab_size=300"]  #
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    """A folder with books and a finished run, called NAME."""
+def trained(tmp_path_factory, llama_tokenizer):
+    """A folder with books, a Llama in the Hugging Face layout, and a finished run, called NAME."""
     folder = tmp_path_factory.mktemp("readme")
     (folder / "books").mkdir()
     for name in ("emma", "persuasion"):
         text = "".join(f"{name} wrote {i} letters to {i + 1} friends.\n" for i in range(60))
         (folder / "books" / f"{name}.txt").write_text(text)
+    save_a_llama(folder / "llama", llama_tokenizer)
     small = [*TRAIN, *TEXT, "steps=3", "hydra.run.dir=runs/20260101-000000-inkling-000000"]
     run(folder, [str(REPOSITORY / "train.py"), *small])
     (folder / "runs" / "NAME").symlink_to("20260101-000000-inkling-000000")
     return folder
+
+
+def save_a_llama(folder, tokenizer: str):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    shape = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    LlamaForCausalLM(LlamaConfig(vocab_size=267, **shape)).save_pretrained(folder)
+    (folder / "tokenizer.json").write_text(tokenizer)
 
 
 @pytest.fixture

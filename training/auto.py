@@ -36,11 +36,12 @@ def choose(
     seq_len: int,
     vocab_size: int,
     flops: float,
+    soft_cap: float | None,
     saved: dict,
 ) -> dict:
     """Each setting as it was asked for; where that is auto, as `saved` by the run to resume, else by its rule.
 
-    rows: of a batch; flops: of the whole run.
+    rows: of a batch; flops: of the whole run; soft_cap: the model's.
     """
     asked = {"precision": precision, "compile": compile, "attention": attention, "micro_batch": micro_batch}
     choices = {name: saved.get(name, "auto") if value == "auto" else value for name, value in asked.items()}
@@ -49,7 +50,7 @@ def choose(
     if choices["compile"] == "auto":
         choices["compile"] = _compile(device, flops)
     if choices["attention"] == "auto":
-        choices["attention"] = _attention(device, choices["compile"], choices["precision"], seq_len)
+        choices["attention"] = _attention(device, choices["compile"], choices["precision"], seq_len, soft_cap)
     if choices["micro_batch"] == "auto" or rows % choices["micro_batch"]:
         choices["micro_batch"] = _micro_batch(device, rows, seq_len, vocab_size)
     if choices["precision"] == "fp16" and device.type == "cpu":
@@ -77,8 +78,10 @@ def _compile(device: torch.device, flops: float) -> bool:
     return device.type == "cpu" and flops > COMPILE_FLOPS_CPU and shutil.which("c++") is not None
 
 
-def _attention(device: torch.device, compiled: bool, precision: str, seq_len: int) -> str:
-    """Torch's kernel; written out where that is faster: compiled for a CPU in bf16, while the square is small."""
+def _attention(device: torch.device, compiled: bool, precision: str, seq_len: int, soft_cap: float | None) -> str:
+    """Torch's kernel; written out where that cannot, or is slower: compiled for a CPU in bf16, with a small square."""
+    if soft_cap is not None:
+        return "written"
     return "written" if device.type == "cpu" and compiled and precision == "bf16" and seq_len <= 512 else "fused"
 
 

@@ -33,9 +33,12 @@ def save(
     model: GPT,
     save_tokenizer: Callable[[Path], None],
     about: dict,
-    training: dict,
+    training: dict | None = None,
 ):
-    """Writes the step folder. `about` goes into model.json, `training` (plain types and tensors) into training.pt."""
+    """Writes the step folder. `about` goes into model.json, `training` (plain types and tensors) into training.pt.
+
+    Without `training`, as for a model that came from elsewhere, there is no training.pt and nothing to resume.
+    """
     folder.parent.mkdir(parents=True, exist_ok=True)
     beside = folder.parent / f".{folder.name}.{secrets.token_hex(4)}"
     replaced = beside.with_name(f"{beside.name}.old")
@@ -44,7 +47,8 @@ def save(
         _save_weights(beside / "model.safetensors", model)
         _write_json(beside / "model.json", {"format": FORMAT, "arguments": model.arguments, **about})
         save_tokenizer(beside / "tokenizer")
-        torch.save(training, beside / "training.pt")
+        if training is not None:
+            torch.save(training, beside / "training.pt")
         files = sorted(path for path in beside.rglob("*") if path.is_file())
         _write_json(
             beside / "manifest.json",
@@ -153,10 +157,14 @@ def load_weights(folder: Path, model: GPT):
         raise ValueError(f"{folder} holds another model: {' '.join(str(error).split())}") from error
 
 
-def load_model(path: str | Path, device: str | torch.device = "cpu") -> GPT:
-    """The model of a run or step folder, in evaluation mode. Needs no corpus, no tokenizer and no training.pt."""
+def load_model(path: str | Path, device: str | torch.device = "cpu", **changes) -> GPT:
+    """The model of a run or step folder, in evaluation mode. Needs no corpus, no tokenizer and no training.pt.
+
+    `changes`: arguments of GPT in the place of the saved ones, such as those that let a model with RoPE read four times
+    as far as it was trained: max_seq_len=512, rope_scaling="yarn", rope_factor=4.0.
+    """
     folder = find(path)
-    model = GPT(**read_about(folder)["arguments"])
+    model = GPT(**{**read_about(folder)["arguments"], **changes})
     load_weights(folder, model)
     return model.to(device).eval()
 

@@ -1,12 +1,15 @@
-from dataclasses import asdict
+from dataclasses import asdict, fields
 
 import pytest
 import torch
 from omegaconf import OmegaConf
 
 from conf.entry import REPOSITORY
-from conf.schema import Evaluate, Generate, Prepare, parse
+from conf.schema import Evaluate, Generate, ImportHF, Model, Prepare, parse
 from model import GPT
+from model.feed_forward import FEED_FORWARDS
+from model.norm import NORMS
+from model.positions import SCALINGS, SCHEMES
 from training.optimizer import build_optimizer
 from training.schedule import learning_rate
 
@@ -39,6 +42,7 @@ def test_the_scripts_settings_compose(settings):
     assert settings("checkpoint=x", config="generate", kind=Generate).num_samples == 1
     assert settings("checkpoint=x", config="evaluate", kind=Evaluate).data is None
     assert settings("checkpoint=x", "data=shakespeare", config="evaluate", kind=Evaluate).data.source == "shakespeare"
+    assert settings("source=a", "target=b", config="import_hf", kind=ImportHF).target == "b"
     assert settings("tokenizer=bytes", config="prepare", kind=Prepare).tokenizer.kind == "bytes"
 
 
@@ -53,7 +57,19 @@ def test_the_scripts_settings_compose(settings):
         ("model.n_heads=7", "multiple of model.n_heads, got 128 and 7"),
         ("model.n_heads=128", "even, got 128 / 128 = 1"),
         ("model.n_kv_heads=3", "multiple of model.n_kv_heads"),
-        ("model.positions=ropes", r"one of rope, none, got ropes \(did you mean rope\?\)"),
+        ("model.positions=ropes", r"one of rope, learned, .*got ropes \(did you mean rope\?\)"),
+        ("model.rope_scaling=yarm", r"one of interpolation, ntk, yarn, got yarm \(did you mean yarn\?\)"),
+        ("model.rope_scaling=yarn", "go together.*got yarn and 1.0"),
+        ("model.rope_factor=2", "go together.*got None and 2.0"),
+        (
+            ["model.rope_scaling=ntk", "model.rope_factor=2", "model.positions=alibi"],
+            "needs model.positions=rope.*alibi",
+        ),
+        (["model.rope_scaling=ntk", "model.rope_factor=2", "model.n_heads=64"], "at least 4, got 128 / 64 = 2"),
+        (["model.positions=sinusoidal", "model.d_model=3", "model.n_heads=3"], "even model.d_model, got 3"),
+        (["model.soft_cap=30", "attention=fused"], "attention=fused has no soft cap, got model.soft_cap 30"),
+        ("model.window=0", "model.window must be at least 1, got 0"),
+        ("model.vocab_multiple=0", "model.vocab_multiple must be at least 1, got 0"),
         ("model.dropout=1", "below 1, got 1"),
         ("optimizer.lr=nan", "above 0, got nan"),
         ("optimizer.betas=[0.9]", "two numbers"),
@@ -71,7 +87,19 @@ def test_the_scripts_settings_compose(settings):
 )
 def test_what_cannot_be_is_refused_with_the_values(settings, override, message):
     with pytest.raises(ValueError, match=message):
-        settings(override)
+        settings(*([override] if isinstance(override, str) else override))
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("positions", SCHEMES), ("rope_scaling", SCALINGS), ("norm", NORMS), ("feed_forward", FEED_FORWARDS)],
+)
+def test_the_words_of_the_settings_are_those_of_the_model(settings, name, words):
+    (field,) = (field for field in fields(Model) if field.name == name)
+    assert set(field.metadata["choices"]) == set(words)
+    for word in words:
+        factor = ["model.rope_factor=2"] if name == "rope_scaling" else []
+        GPT(300, **asdict(settings(f"model.{name}={word}", *factor).model))
 
 
 def test_a_setting_that_is_missing_is_named(settings):

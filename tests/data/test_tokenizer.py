@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data.tokenizer import BPETokenizer, ByteTokenizer, CharacterTokenizer, load_tokenizer, train_bpe
+from data.tokenizer import BPETokenizer, ByteTokenizer, CharacterTokenizer, JSONTokenizer, load_tokenizer, train_bpe
 
 PATTERN = r"[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,2}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s+"
 
@@ -33,7 +33,7 @@ def test_any_text_comes_back(tokenizer, text):
 
 @every_tokenizer
 def test_a_stream_never_shows_half_a_character(tokenizer):
-    pieces = list(tokenizer.stream(tokenizer.encode("a💡é")))
+    pieces = list(tokenizer.stream(tokenizer.encode("a💡é"), after=tokenizer.prompt("")))
     assert "".join(pieces) == "a💡é"
     assert not any("\ufffd" in piece for piece in pieces)
 
@@ -80,8 +80,79 @@ def test_a_folder_without_a_tokenizer_is_named(tmp_path):
         load_tokenizer(tmp_path)
 
 
+def test_an_empty_prompt_starts_from_end_of_text():
+    for tokenizer in TOKENIZERS.values():
+        assert tokenizer.prompt("") == [tokenizer.end_of_text]
+        assert tokenizer.prompt("be") == tokenizer.encode("be").tolist()
+
+
 def test_end_of_text_is_the_last_id_and_stands_for_no_bytes():
     for tokenizer in TOKENIZERS.values():
         assert tokenizer.end_of_text == tokenizer.vocab_size - 1
         assert tokenizer.token_bytes(tokenizer.end_of_text) == b""
     assert isinstance(TOKENIZERS["bpe"], BPETokenizer)
+
+
+# --- another model's tokenizer.json ---------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def byte_level():
+    """As GPT-2's: bytes written as printing characters, spaces kept."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator([TEXT], trainer)
+    return JSONTokenizer(tokenizer.to_str(), beginning=0, end_of_text=0)
+
+
+@pytest.fixture(params=["byte level", "llama"])
+def other(request, byte_level, llama_tokenizer):
+    return byte_level if request.param == "byte level" else JSONTokenizer(llama_tokenizer, beginning=1, end_of_text=2)
+
+
+def test_anothers_tokenizer_brings_text_back(other):
+    tokens = other.encode(TEXT)
+    assert other.decode(tokens) == TEXT
+    assert other.end_of_text not in tokens and other.beginning not in tokens
+    assert 0 <= tokens.min() and tokens.max() < other.vocab_size
+    added = 1 if other.beginning == 1 else 0  # the space that Llama's puts in front
+    assert other.token_lengths()[tokens].sum() == len(TEXT.encode()) + added
+    assert b"".join(other.token_bytes(token) for token in tokens).decode() == " " * added + TEXT
+
+
+def test_anothers_special_tokens_are_text_in_a_text(other):
+    text = "<s> the <|endoftext|> </s>"
+    tokens = other.encode(text)
+    assert other.decode(tokens) == text
+    assert not set(tokens.tolist()) & other.special
+    assert other.special >= {other.beginning, other.end_of_text}
+
+
+def test_anothers_stream_loses_no_space_and_shows_no_half_character(other):
+    prompt = other.prompt("the hat")
+    assert prompt[0] == other.beginning
+    tokens = other.encode("the hat the 💡 é the")[len(prompt) - 1 :].tolist()
+    pieces = list(other.stream(tokens, after=prompt))
+    assert "".join(pieces) == " the 💡 é the"
+    assert not any("\ufffd" in piece for piece in pieces)
+    assert len([piece for piece in pieces if piece]) > 5
+    from_the_start = list(other.stream(other.encode("the hat").tolist(), after=other.prompt("")[:1]))
+    assert "".join(from_the_start) == "the hat"
+    cut = "".join(other.stream(other.encode("the hat💡")[:-1].tolist(), after=other.prompt("")[:1]))
+    assert cut.startswith("the hat") and set(cut[7:]) == {"\ufffd"}
+
+
+def test_anothers_saved_tokenizer_is_the_same_tokenizer(other, tmp_path):
+    other.save(tmp_path / "t")
+    again = load_tokenizer(tmp_path / "t")
+    assert again.fingerprint() == other.fingerprint()
+    assert np.array_equal(again.encode(TEXT), other.encode(TEXT))
+    assert (again.beginning, again.end_of_text) == (other.beginning, other.end_of_text)
+    assert JSONTokenizer(other.content, 3, other.end_of_text).fingerprint() != other.fingerprint()

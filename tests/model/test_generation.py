@@ -3,6 +3,7 @@ import torch
 
 from model import generate
 from model.generation import keep_top_k, keep_top_p, sample, uniform_numbers
+from model.positions import SCHEMES
 
 
 def write(model, prompt, n, **options) -> list[list[int]]:
@@ -19,7 +20,7 @@ def slowly(model, prompt, n) -> list[int]:
     return text[prompt.shape[1] :]
 
 
-@pytest.mark.parametrize("positions", ["rope", "none"])
+@pytest.mark.parametrize("positions", SCHEMES)
 @pytest.mark.parametrize(("length", "n"), [(1, 31), (5, 27), (5, 28), (5, 29), (5, 90), (31, 3), (32, 2), (40, 20)])
 def test_greedy_with_the_cache_is_greedy_without(small, positions, length, n):
     model, prompt = small(positions=positions), torch.randint(17, (1, length))

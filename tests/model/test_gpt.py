@@ -3,15 +3,40 @@ import math
 import pytest
 import torch
 
-from model import GPT
+from model import GPT, collect_attention, generate
+from model.attention import written_attention
+from model.positions import SCHEMES
 
 ARCHITECTURES = [
     {},
     {"qk_norm": True, "tied": True},
-    {"positions": "none"},
     {"pairing": "interleaved", "n_kv_heads": None},
+    {"rope_scaling": "yarn", "rope_factor": 4.0},
+    {"positions": "learned"},
+    {"positions": "sinusoidal", "n_kv_heads": 1},
+    {"positions": "alibi"},
+    {"positions": "none"},
+    {"window": 3},
+    {"soft_cap": 2.0},
+    {"norm": "layernorm", "feed_forward": "gelu"},
+    {"feed_forward": "relu2", "vocab_multiple": 8},
 ]
 architectures = pytest.mark.parametrize("arguments", ARCHITECTURES, ids=str)
+schemes = pytest.mark.parametrize("positions", SCHEMES)
+
+
+def unmask(model):
+    """Lets every token see every other, the future too."""
+
+    def attend(q, k, v, mask, *rest):
+        return written_attention(q, k, v, torch.ones(q.shape[2], k.shape[2], dtype=torch.bool), *rest)
+
+    for block in model.blocks:
+        block.attention.attend = attend
+    return model
+
+
+# --- causality ------------------------------------------------------------------------------------------------------
 
 
 @architectures
@@ -29,10 +54,11 @@ def test_the_future_is_never_seen(small, arguments):
     hook = model.embedding.register_forward_hook(lambda module, args, x: seen.append(x))
     logits = model(tokens)
     hook.remove()
+    reach = 10 if model.window is None else 2 * (model.window - 1)  # a window further back in each of 2 layers
     for t in range(10):
         (gradient,) = torch.autograd.grad(logits[:, t].square().sum(), seen[0], retain_graph=True)
         reached = gradient.abs().sum(-1)[0] > 0
-        assert reached.tolist() == [True] * (t + 1) + [False] * (9 - t)
+        assert reached.tolist() == [t - reach <= i <= t for i in range(10)]
 
 
 @architectures
@@ -48,7 +74,8 @@ def test_one_forward_is_as_many_forwards_as_tokens(small, arguments):
 @pytest.mark.parametrize("cuts", [[10], [4, 6], [1, 9], [3, 1, 2, 4], [1] * 10], ids=str)
 def test_the_cache_changes_nothing(small, arguments, backend, cuts):
     model = small(**arguments)
-    model.use_attention(backend)
+    if "soft_cap" not in arguments:
+        model.use_attention(backend)
     tokens = torch.randint(17, (2, 10))
     cache = model.new_cache(capacity=12)
     pieces = [model(piece, cache=cache) for piece in tokens.split(cuts, dim=1)]
@@ -56,36 +83,154 @@ def test_the_cache_changes_nothing(small, arguments, backend, cuts):
     assert cache.length == 10
 
 
-def test_positions_may_be_shifted_together(small):
-    model, tokens = small(), torch.randint(17, (2, 10))
+def test_without_the_mask_a_model_learns_to_look_ahead():
+    """Each token has two equally likely successors: log 2 nats is the least that an honest model can reach.
+
+    The one without a mask reads the next token instead of predicting it, and writes badly where there is none.
+    """
+
+    def sequences(rows, n):
+        x = [torch.randint(16, (rows,))]
+        for _ in range(n - 1):
+            x.append((3 * x[-1] + 1 + 5 * torch.randint(2, (rows,))) % 16)
+        return torch.stack(x, dim=1)
+
+    loss, allowed = {}, {}
+    for masked in (True, False):
+        torch.manual_seed(0)
+        shape = {"d_model": 32, "n_layers": 2, "n_heads": 2, "d_ff": 64, "max_seq_len": 24}
+        model = GPT(16, **shape, positions="learned")
+        if not masked:
+            unmask(model)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        for _ in range(150):
+            x = sequences(32, 17)
+            targets = x[:, 1:].clone()
+            targets[:, -1] = -100  # the one that not even the model without a mask could read
+            total, count = model(x[:, :-1], targets=targets)
+            (total / count).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        loss[masked] = (total / count).item()
+        text = torch.stack(list(generate(model.eval(), sequences(50, 1), 20)), dim=1)
+        step = (text[:, 1:] - 3 * text[:, :-1] - 1) % 16
+        allowed[masked] = ((step == 0) | (step == 5)).double().mean().item()
+    assert loss[False] < 0.1 < math.log(2) - 0.05 < loss[True] < 0.8
+    assert allowed[False] < 0.6 < 0.97 < allowed[True]
+
+
+# --- positions ------------------------------------------------------------------------------------------------------
+
+
+@schemes
+def test_shifting_all_positions_changes_nothing_where_only_distances_count(small, positions):
+    model, tokens = small(positions=positions), torch.randint(17, (2, 10))
     shifted = model(tokens, torch.arange(7, 17).expand(2, 10))
-    torch.testing.assert_close(shifted, model(tokens), rtol=1e-5, atol=1e-5)
+    same = torch.allclose(shifted, model(tokens), rtol=1e-5, atol=1e-5)
+    assert same == (positions in ("rope", "alibi", "none"))
 
 
-def test_padding_is_not_read(small):
-    """A row padded on the left gives the logits it gives alone."""
-    model, tokens = small(), torch.randint(17, (1, 6))
+@schemes
+def test_order_shows_by_positions_and_not_without(small, positions):
+    """No causal mask here, which would itself tell the order: what is left commutes with permutations for `none`."""
+    model, tokens, order = unmask(small(positions=positions)), torch.randint(17, (2, 10)), torch.randperm(10)
+    same = torch.allclose(model(tokens[:, order]), model(tokens)[:, order], rtol=1e-9, atol=1e-9)
+    assert same == (positions == "none")
+
+
+@schemes
+def test_positions_may_be_given_and_never_enter_the_mask(small, positions):
+    model, tokens = small(positions=positions), torch.randint(17, (2, 10))
+    assert torch.equal(model(tokens, torch.arange(10)), model(tokens))
+    backwards = torch.arange(9, -1, -1)
+    changed = tokens.clone()
+    changed[:, 5:] = torch.randint(17, (2, 5))
+    assert torch.equal(model(changed, backwards)[:, :5], model(tokens, backwards)[:, :5])
+
+
+def test_the_two_pairings_are_the_same_model_after_permuting_rows(small):
+    half, interleaved = small(), small(pairing="interleaved")
+    weights = half.state_dict()
+    for name in weights:
+        if name.endswith(("wq.weight", "wk.weight")):  # rows i and i + 2 of a head of 4 become 2i and 2i + 1
+            weights[name] = weights[name].unflatten(0, (-1, 2, 2)).transpose(1, 2).flatten(0, 2)
+    interleaved.load_state_dict(weights)
+    tokens = torch.randint(17, (2, 10))
+    torch.testing.assert_close(interleaved(tokens), half(tokens))
+
+
+def test_alibi_remembers_the_positions_of_cached_keys(small):
+    """Positions with gaps, and rows that begin to differ only in the second piece."""
+    model, tokens = small(positions="alibi"), torch.randint(17, (2, 6))
+    positions = torch.tensor([[0, 1, 4, 5, 6, 9], [0, 1, 4, 7, 8, 9]])
+    cache = model.new_cache()
+    first = model(tokens[:, :3], positions[0, :3], cache=cache)
+    second = model(tokens[:, 3:5], positions[:, 3:5], cache=cache)
+    third = model(tokens[:, 5:], torch.tensor([9]), cache=cache)
+    whole = model(tokens, positions)
+    torch.testing.assert_close(torch.cat([first, second, third], dim=1), whole, rtol=0, atol=1e-10)
+    assert not torch.allclose(whole, model(tokens))
+
+
+# --- padding and packing --------------------------------------------------------------------------------------------
+
+
+@schemes
+def test_padding_is_neither_read_nor_counted(small, positions):
+    """A row padded on the left gives the logits, the loss and the gradients that it gives alone."""
+    model, tokens, targets = small(positions=positions), torch.randint(17, (1, 6)), torch.randint(17, (1, 6))
     padded = torch.cat([torch.randint(17, (1, 4)), tokens], dim=1)
     padding = torch.tensor([[False] * 4 + [True] * 6])
-    positions = torch.tensor([[0] * 4 + list(range(6))])
-    torch.testing.assert_close(model(padded, positions, padding=padding)[:, 4:], model(tokens), rtol=0, atol=1e-10)
+    places = torch.tensor([[0] * 4 + list(range(6))])
+    torch.testing.assert_close(model(padded, places, padding=padding)[:, 4:], model(tokens), rtol=0, atol=1e-10)
+
+    ignored = torch.cat([torch.full((1, 4), -100), targets], dim=1)
+    results = []
+    for arguments in (
+        {"tokens": tokens, "targets": targets},
+        {"tokens": padded, "token_positions": places, "targets": ignored, "padding": padding},
+    ):
+        model.zero_grad()
+        loss, count = model(**arguments)
+        loss.backward()
+        results.append([loss, count, *(p.grad.clone() for p in model.parameters())])
+    for alone, with_padding in zip(*results, strict=True):
+        torch.testing.assert_close(with_padding, alone, rtol=1e-9, atol=1e-9)
 
 
-def test_packed_documents_are_the_documents_alone(small):
-    model, first, second = small(), torch.randint(17, (1, 4)), torch.randint(17, (1, 6))
-    packed = model(
-        torch.cat([first, second], dim=1),
-        torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4, 5]]),
-        documents=torch.tensor([[0] * 4 + [1] * 6]),
-    )
-    torch.testing.assert_close(packed, torch.cat([model(first), model(second)], dim=1), rtol=0, atol=1e-10)
+@schemes
+@pytest.mark.parametrize("cut", [10, 7, 2])
+def test_packed_documents_are_the_documents_alone(small, positions, cut):
+    """In one forward, and in two through a cache."""
+    model, first, second = small(positions=positions), torch.randint(17, (1, 4)), torch.randint(17, (1, 6))
+    tokens = torch.cat([first, second], dim=1)
+    places = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4, 5]])
+    documents = torch.tensor([[0] * 4 + [1] * 6])
+    cache = model.new_cache() if cut < 10 else None
+    pieces = [model(tokens[:, :cut], places[:, :cut], documents=documents[:, :cut], cache=cache)]
+    if cut < 10:
+        pieces.append(model(tokens[:, cut:], places[:, cut:], documents=documents, cache=cache))
+    alone = torch.cat([model(first), model(second)], dim=1)
+    torch.testing.assert_close(torch.cat(pieces, dim=1), alone, rtol=0, atol=1e-10)
+
+
+def test_a_window_hides_what_lies_further_back(small):
+    model, tokens = small(window=3), torch.randint(17, (2, 10))
+    with collect_attention(model) as maps:
+        model(tokens)
+    for weights in maps:
+        for i in range(10):
+            assert (weights[:, :, i] > 0).all(0).all(0).tolist() == [i - 3 < j <= i for j in range(10)]
+
+
+# --- loss, weights, vocabulary --------------------------------------------------------------------------------------
 
 
 def test_with_targets_it_gives_the_summed_loss_and_its_count(small):
     model, tokens, targets = small(), torch.randint(17, (2, 10)), torch.randint(17, (2, 10))
     targets[0, :3] = -100
     loss, count = model(tokens, targets=targets)
-    mean = torch.nn.functional.cross_entropy(model(tokens).float().transpose(1, 2), targets)
+    mean = torch.nn.functional.cross_entropy(model(tokens).transpose(1, 2), targets)
     assert count == 17
     torch.testing.assert_close(loss / count, mean)
 
@@ -97,14 +242,62 @@ def test_a_new_model_expects_every_token_alike():
 
 
 def test_what_writes_into_the_residual_stream_starts_smaller():
-    model = GPT(17, d_model=64, n_layers=8, n_heads=4, d_ff=128, max_seq_len=32)
-    for block in model.blocks:
-        for small, large in (
-            (block.attention.wo, block.attention.wq),
-            (block.feed_forward.down, block.feed_forward.up),
-        ):
-            ratio = (large.weight.std() / small.weight.std()).item()
-            assert ratio == pytest.approx(4.0, rel=0.1)  # sqrt(2 * 8)
+    """By 1 / sqrt(2 n_layers), so that the variance of the stream at the end does not depend on the depth."""
+
+    def final_variance(n_layers: int, scaled: bool) -> float:
+        torch.manual_seed(0)
+        model = GPT(500, d_model=64, n_layers=n_layers, n_heads=4, d_ff=192, max_seq_len=64)
+        for block in model.blocks:
+            for small, large in (
+                (block.attention.wo, block.attention.wq),
+                (block.feed_forward.down, block.feed_forward.up),
+            ):
+                ratio = (large.weight.var() / small.weight.var()).item()
+                assert ratio == pytest.approx(2 * n_layers, rel=0.15)
+                if not scaled:
+                    small.weight.data *= (2 * n_layers) ** 0.5
+        streams = []
+        model.norm.register_forward_pre_hook(lambda module, arguments: streams.append(arguments[0].var().item()))
+        model(torch.randint(500, (4, 64)))
+        return streams[0]
+
+    assert final_variance(24, scaled=True) < 1.5 * final_variance(6, scaled=True)
+    assert final_variance(24, scaled=False) > 4 * final_variance(6, scaled=False)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_padded_vocabulary_is_that_of_the_tokenizer_to_the_outside(small, tied):
+    model, exact = small(vocab_multiple=8, tied=tied), small(tied=tied)
+    assert model.embedding.weight.shape == model.head.weight.shape == (24, 16)
+    weights = model.state_dict()
+    exact.load_state_dict(weights | {name: weights[name][:17] for name in ("embedding.weight", "head.weight")})
+    tokens, targets = torch.randint(17, (2, 10)), torch.randint(17, (2, 10))
+    for weight in {model.embedding.weight, model.head.weight}:
+        weight.data[17:] = 100.0  # would win every draw and rule every loss
+    torch.testing.assert_close(model(tokens), exact(tokens), rtol=0, atol=1e-12)
+    loss, _ = model(tokens, targets=targets)
+    torch.testing.assert_close(loss, exact(tokens, targets=targets)[0])
+    loss.backward()
+    assert (model.head.weight.grad[17:] == 0).all()
+    assert (model.embedding.weight.grad[17:] == 0).all()
+    for temperature in (0.0, 1.0, 100.0):
+        drawn = list(generate(model, tokens, 20, temperature=temperature))
+        assert torch.stack(drawn).max() < 17
+
+
+@architectures
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_stays_half_and_near(small, arguments, dtype):
+    model, tokens = small(**arguments).float(), torch.randint(17, (2, 10))
+    exact = model(tokens)
+    scale = exact.abs().max().item()
+    with torch.autocast("cpu", dtype):
+        torch.testing.assert_close(model(tokens).float(), exact, rtol=0, atol=0.1 * scale)
+    half = model.to(dtype)
+    cache = half.new_cache()
+    pieces = [half(piece, cache=cache) for piece in tokens.split([4, 6], dim=1)]
+    assert pieces[0].dtype == dtype
+    torch.testing.assert_close(torch.cat(pieces, dim=1).float(), exact, rtol=0, atol=0.1 * scale)
 
 
 def test_a_tied_head_is_the_embedding(small):
@@ -121,11 +314,43 @@ def test_the_arguments_build_the_same_model(small):
     assert torch.equal(again(tokens), model(tokens))
 
 
-def test_unknown_words_are_refused(small):
-    with pytest.raises(ValueError, match="rope or none, got ropes"):
-        small(positions="ropes")
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"positions": "ropes"}, "positions.*rope, learned.*got ropes"),
+        ({"norm": "batchnorm"}, "norm.*rmsnorm, layernorm.*got batchnorm"),
+        ({"feed_forward": "glu"}, "feed_forward.*swiglu, gelu, relu2.*got glu"),
+        ({"window": 0}, "window.*at least 1, got 0"),
+        ({"vocab_multiple": 0}, "vocab_multiple.*at least 1, got 0"),
+        ({"positions": "alibi", "rope_scaling": "yarn", "rope_factor": 2.0}, "positions=rope, got yarn, 2.0 and alibi"),
+    ],
+)
+def test_what_cannot_be_built_is_refused(small, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        small(**arguments)
+
+
+def test_an_unknown_backend_and_one_without_the_soft_cap_are_refused(small):
     with pytest.raises(ValueError, match="fused or written, got fussed"):
         small().use_attention("fussed")
+    with pytest.raises(ValueError, match="soft_cap 2.0: take written"):
+        small(soft_cap=2.0).use_attention("fused")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"token_positions": torch.arange(9)}, r"token_positions must be \(10,\) or \(2, 10\).*got \(9,\)"),
+        ({"token_positions": torch.arange(23, 33)}, r"0 \.\. 31 .*got 23 \.\. 32"),
+        ({"token_positions": torch.arange(-1, 9)}, r"0 \.\. 31 .*got -1 \.\. 8"),
+        ({"padding": torch.ones(2, 9).bool()}, r"padding must be \(2, 10\).*got \(2, 9\)"),
+        ({"documents": torch.ones(1, 10)}, r"documents must be \(2, 10\).*got \(1, 10\)"),
+    ],
+)
+@schemes
+def test_what_does_not_fit_the_tokens_is_refused(small, positions, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        small(positions=positions)(torch.randint(17, (2, 10)), **arguments)
 
 
 def test_more_tokens_than_positions_or_capacity_are_refused_with_the_numbers(small):

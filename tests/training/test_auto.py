@@ -4,7 +4,7 @@ import torch
 from training import auto
 
 ASKED = {"precision": "auto", "compile": "auto", "attention": "auto", "micro_batch": "auto"}
-WORK = {"rows": 32, "seq_len": 128, "vocab_size": 4096, "flops": 1e13, "saved": {}}
+WORK = {"rows": 32, "seq_len": 128, "vocab_size": 4096, "flops": 1e13, "soft_cap": None, "saved": {}}
 
 
 def choose(device="cpu", **changes):
@@ -43,6 +43,10 @@ def test_attention_is_written_out_only_where_that_is_faster():
     assert choose(compile=True, precision="bf16")["attention"] == "written"
     for changes in ({"compile": False}, {"precision": "fp32"}, {"seq_len": 1024}):
         assert choose(**{"compile": True, "precision": "bf16", **changes})["attention"] == "fused"
+
+
+def test_a_soft_cap_is_written_out():
+    assert choose(soft_cap=30.0)["attention"] == "written"
 
 
 def test_micro_batches_divide_the_batch_and_bound_the_logits():

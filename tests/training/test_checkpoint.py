@@ -49,6 +49,19 @@ def test_a_checkpoint_may_move_and_lose_what_sampling_does_not_need(saved, tmp_p
         checkpoint.find(moved, for_training=True)
 
 
+def test_a_model_may_be_loaded_to_reach_further(saved):
+    run, model = saved
+    tokens = torch.randint(257, (1, 100))
+    with pytest.raises(ValueError, match="max_seq_len 32"):
+        checkpoint.load_model(run)(tokens)
+    further = checkpoint.load_model(run, max_seq_len=128, rope_scaling="interpolation", rope_factor=4.0)
+    assert further(tokens).shape == (1, 100, 257)
+    squeezed = further(tokens[:, :20], 4 * torch.arange(20))
+    torch.testing.assert_close(squeezed, model(tokens[:, :20]))
+    with pytest.raises(ValueError, match="another model"):
+        checkpoint.load_model(run, d_model=32)
+
+
 def flip(path):
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1

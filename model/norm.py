@@ -1,0 +1,34 @@
+"""What keeps the residual stream in range: one of these before every branch."""
+
+import torch
+from torch import Tensor, nn
+
+from model.functional import layer_norm, rms_norm
+
+
+class RMSNorm(nn.Module):
+    """functional.rms_norm with a learned gain, over the last axis of width `d`."""
+
+    def __init__(self, d: int, eps: float = 1e-6):
+        super().__init__()
+        self.eps = eps
+        self.gain = nn.Parameter(torch.ones(d))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.gain, self.eps)
+
+
+class LayerNorm(nn.Module):
+    """functional.layer_norm with a learned gain and bias, over the last axis of width `d`."""
+
+    def __init__(self, d: int, eps: float = 1e-5):
+        super().__init__()
+        self.eps = eps
+        self.gain = nn.Parameter(torch.ones(d))
+        self.bias = nn.Parameter(torch.zeros(d))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return layer_norm(x, self.gain, self.bias, self.eps)
+
+
+NORMS = {"rmsnorm": RMSNorm, "layernorm": LayerNorm}
