@@ -5,6 +5,7 @@ anything is read or built, and says in one line what is wrong.
 """
 
 import difflib
+import math
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import get_args
 
@@ -31,7 +32,7 @@ class Model:
     d_ff: int = number(at_least=1)
     max_seq_len: int = number(at_least=1)
     positions: str = one_of("rope", "learned", "sinusoidal", "alibi", "none")
-    theta: float = number(above=0)
+    theta: float = number(above=1)
     pairing: str = one_of("half", "interleaved")
     rope_scaling: str | None = one_of("interpolation", "ntk", "yarn")
     rope_factor: float = number(at_least=1)
@@ -229,6 +230,8 @@ def _check_value(key: str, value, allowed):
             hint = f" (did you mean {near[0]}?)" if near else ""
             raise ValueError(f"{key} must be one of {', '.join(allowed['choices'])}, got {value}{hint}")
         return
+    if isinstance(value, float) and math.isinf(value):
+        raise ValueError(f"{key} must be finite, got {value}")
     tests = {
         "at least": lambda bound: value >= bound,
         "above": lambda bound: value > bound,

@@ -108,7 +108,7 @@ def _write_split(folder: Path, name: str, tokenizer: Tokenizer, documents: list[
         shards.append({"file": file, "tokens": len(tokens), "sha256": hashlib.sha256(content).hexdigest()})
 
     for document in documents:
-        pending.append(np.append(tokenizer.encode(document.text), tokenizer.end_of_text))
+        pending.append(tokenizer.document(document.text))
         waiting += len(pending[-1])
         while waiting >= SHARD_TOKENS:
             flush()

@@ -40,16 +40,25 @@ class Tokenizer(ABC):
     def end_of_text(self) -> int:
         return self.vocab_size - 1
 
+    def document(self, text: str) -> np.ndarray:
+        """The ids of a whole document, one of many in a row: end-of-text follows it."""
+        return np.append(self.encode(text), self.end_of_text)
+
     def prompt(self, text: str) -> list[int]:
         """The ids that a continuation of `text` starts from: at least one."""
         return self.encode(text).tolist() or [self.end_of_text]
+
+    @property
+    def stops(self) -> set[int]:
+        """The ids at which a continuation ends."""
+        return {self.end_of_text}
 
     def decode(self, tokens: Iterable[int]) -> str:
         """The text of some ids; bytes that are no UTF-8 (half a character) become U+FFFD."""
         return b"".join(self.token_bytes(int(token)) for token in tokens).decode("utf-8", "replace")
 
     def stream(self, tokens: Iterable[int], after: list[int]) -> Iterator[str]:
-        """The text of tokens as they come, never half a character. `after`: the ids that they follow."""
+        """The text of tokens as they come, never half a character. `after`: the ids that they follow, whole text."""
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         for token in tokens:
             yield decoder.decode(self.token_bytes(int(token)))
@@ -147,42 +156,56 @@ class BPETokenizer(Tokenizer):
 class JSONTokenizer(Tokenizer):
     """Another model's tokenizer.json, run by Hugging Face's tokenizers.
 
-    `content` is that file, `beginning` the id that its model has seen before every text, `end_of_text` that after it.
-    Its normalizer decides whether a text comes back exactly: many drop a space at the start.
+    `content` is that file, `beginning` the id that its model has seen before every text, `ends` those that may follow
+    one. Its normalizer decides whether a text comes back exactly: many drop a space at the start.
     """
 
     kind = "json"
     FILE = "tokenizer.json"
 
-    def __init__(self, content: str, beginning: int, end_of_text: int):
+    def __init__(self, content: str, beginning: int, ends: list[int]):
         import tokenizers
 
-        self.content, self.beginning = content, beginning
+        self.content, self.beginning, self.ends = content, beginning, ends
         try:
             self.tokenizer = tokenizers.Tokenizer.from_str(content)
         except Exception as error:  # the library has no kind of its own
             raise ValueError(f"this tokenizer.json is no tokenizer that can be read: {error}") from error
+        self.tokenizer.no_truncation()  # settings of a training long past
+        self.tokenizer.no_padding()
         self.tokenizer.encode_special_tokens = True  # text that looks like a special token is text
         self.vocab_size = max(self.tokenizer.get_vocab(with_added_tokens=True).values()) + 1
-        self._end_of_text = end_of_text
-        self.special = {id for id, token in self.tokenizer.get_added_tokens_decoder().items() if token.special}
+        for id in (beginning, *ends):
+            if not 0 <= id < self.vocab_size:
+                raise ValueError(f"special tokens must be ids below {self.vocab_size}, got {id}")
+        self.added = self.tokenizer.get_added_tokens_decoder()
         self.bytes_of = {character: byte for byte, character in enumerate(_byte_level_alphabet())}
-        self.byte_level = '"ByteLevel"' in json.dumps(json.loads(content)["decoder"])
+        self.byte_level = '"ByteLevel"' in json.dumps(json.loads(content).get("decoder"))
 
     @property
     def end_of_text(self) -> int:
-        return self._end_of_text
+        return self.ends[0]
+
+    @property
+    def stops(self) -> set[int]:
+        return {self.beginning, *self.ends}
 
     def encode(self, text: str) -> np.ndarray:
+        text.encode("utf-8")  # half a surrogate pair is a ValueError here, and worse there
         return np.array(self.tokenizer.encode(text, add_special_tokens=False).ids, np.int64)
+
+    def document(self, text: str) -> np.ndarray:
+        return np.array(self.prompt(text), np.int64)
 
     def prompt(self, text: str) -> list[int]:
         return [self.beginning, *self.encode(text).tolist()]
 
     def token_bytes(self, token: int) -> bytes:
         piece = self.tokenizer.id_to_token(token)
-        if token in self.special or piece is None:
+        if piece is None:  # a gap in the vocabulary
             return b""
+        if token in self.added:
+            return b"" if self.added[token].special else piece.encode("utf-8")
         if self.byte_level:
             return bytes(self.bytes_of[character] for character in piece)
         if re.fullmatch("<0x[0-9A-F]{2}>", piece):
@@ -209,7 +232,7 @@ class JSONTokenizer(Tokenizer):
         return {
             "kind": self.kind,
             "beginning": self.beginning,
-            "end_of_text": self.end_of_text,
+            "ends": self.ends,
             "sha256": hashlib.sha256(self.content.encode()).hexdigest(),
         }
 
@@ -252,5 +275,5 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
         return CharacterTokenizer(vocabulary["characters"])
     if vocabulary["kind"] == "json":
         content = (Path(folder) / JSONTokenizer.FILE).read_text(encoding="utf-8")
-        return JSONTokenizer(content, vocabulary["beginning"], vocabulary["end_of_text"])
+        return JSONTokenizer(content, vocabulary["beginning"], vocabulary["ends"])
     return BPETokenizer([base64.b64decode(token) for token in vocabulary["ranks"]], vocabulary["pattern"])

@@ -16,8 +16,8 @@ from model.norm import RMSNorm
 from model.positions import RotaryPositionalEmbedding
 
 # Two ways to compute functional.scaled_dot_product_attention: by torch's kernel, and as it stands there. Both take
-# q (b h q d), k and v (b g k d) with g key/value heads shared by h / g query heads each, and give (b h q d). `mask` is
-# what may be seen, or None for plain causal; `bias` is added to the scores.
+# q (b h q d), k and v (b g k d) with g key/value heads shared by h / g query heads each, and give (b h q d). `mask`
+# (b h q k) is what may be seen, or None for plain causal; `bias` (b h q k) is added to the scores.
 
 
 def fused_attention(
@@ -31,12 +31,29 @@ def fused_attention(
     return F.scaled_dot_product_attention(q, k, v, mask, dropout_p, is_causal=mask is None, enable_gqa=grouped)
 
 
-def written_attention(q, k, v, mask, bias, soft_cap, dropout_p) -> Tensor:
+def written_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    bias: Tensor | None,
+    soft_cap: float | None,
+    dropout_p: float,
+) -> Tensor:
+    """As the mathematics stands in functional.py, square of weights and all."""
     return attention_and_weights(q, k, v, mask, bias, soft_cap, dropout_p)[0]
 
 
-def attention_and_weights(q, k, v, mask, bias, soft_cap, dropout_p) -> tuple[Tensor, Tensor]:
-    """As written_attention, and the weights (b h q k)."""
+def attention_and_weights(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    bias: Tensor | None,
+    soft_cap: float | None,
+    dropout_p: float,
+) -> tuple[Tensor, Tensor]:
+    """What written_attention gives, and the weights (b h q k)."""
     k, v = (repeat(x, "b g k d -> b (g r) k d", r=q.shape[1] // k.shape[1]) for x in (k, v))
     if mask is None:
         mask = causal_mask(q.shape[2], k.shape[2], q.device)
@@ -81,15 +98,21 @@ class CausalMultiHeadAttention(nn.Module):
     ):
         super().__init__()
         n_kv_heads = n_heads if n_kv_heads is None else n_kv_heads
+        if n_heads < 1 or n_kv_heads < 1:
+            raise ValueError(f"n_heads and n_kv_heads must be at least 1, got {n_heads} and {n_kv_heads}")
         if d_model % n_heads:
             raise ValueError(f"d_model must be a multiple of n_heads, got {d_model} and {n_heads}")
         if n_heads % n_kv_heads:
             raise ValueError(f"n_heads must be a multiple of n_kv_heads, got {n_heads} and {n_kv_heads}")
         if use_rope and max_seq_len is None:
             raise ValueError("use_rope needs max_seq_len, the number of positions to tabulate, got None")
-        if soft_cap is not None and not soft_cap > 0:
-            raise ValueError(f"soft_cap must be above 0, or None, got {soft_cap}")
+        if soft_cap is not None and not 0 < soft_cap < math.inf:
+            raise ValueError(f"soft_cap must be above 0 and finite, or None, got {soft_cap}")
         d_head = d_model // n_heads
+        if use_rope and d_head % 2:
+            raise ValueError(
+                f"RoPE turns pairs of dimensions: d_model / n_heads must be even, got {d_model} / {n_heads} = {d_head}"
+            )
         self.n_heads, self.n_kv_heads, self.soft_cap, self.dropout = n_heads, n_kv_heads, soft_cap, dropout
         self.wq = nn.Linear(d_model, n_heads * d_head, bias=False)
         self.wk = nn.Linear(d_model, n_kv_heads * d_head, bias=False)
@@ -129,10 +152,23 @@ class CausalMultiHeadAttention(nn.Module):
             k, v = cache.append(k, v)  # everything seen so far
             if mask is None:  # the fused kernel's own causal flag would align to the top left
                 mask = causal_mask(s, start + s, x.device)
-        if mask is not None and mask.ndim == 3:
-            mask = rearrange(mask, "b q k -> b 1 q k")
+        if mask is not None:
+            mask = _fit_mask(mask, (*q.shape[:3], k.shape[2]))
         y = self.attend(q, k, v, mask, bias, self.soft_cap, self.dropout if self.training else 0.0)
         return self.wo(rearrange(y, "b h s d -> b s (h d)"))
+
+
+def _fit_mask(mask: Tensor, shape: tuple[int, int, int, int]) -> Tensor:
+    """The mask with a head axis; ValueError unless it is boolean and broadcasts to `shape` (b h q k).
+
+    A mask of numbers would be added to the scores by the fused kernel, and hide nothing.
+    """
+    if mask.dtype != torch.bool:
+        raise ValueError(f"the mask must be boolean, True = may look, got {mask.dtype}")
+    whole = rearrange(mask, "b q k -> b 1 q k") if mask.ndim == 3 else mask
+    if whole.ndim > 4 or any(n not in (1, m) for n, m in zip(reversed(whole.shape), reversed(shape), strict=False)):
+        raise ValueError(f"the mask must broadcast to (b, h, q, k), got {tuple(mask.shape)} and {tuple(shape)}")
+    return whole
 
 
 @contextmanager

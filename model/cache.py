@@ -42,6 +42,12 @@ class LayerCache:
             self.k = k.new_zeros(b, h, self.cache.capacity, d)
             self.v = v.new_zeros(b, h, self.cache.capacity, d)
         start, end = self.cache.length, self.cache.length + k.shape[2]
+        if len(k) != len(self.k):
+            raise ValueError(f"the cache was begun with {len(self.k)} rows, got {len(k)}: make a new one")
+        if end > self.cache.capacity:
+            raise ValueError(
+                f"{end} tokens are more than the cache's capacity {self.cache.capacity}: make a larger one"
+            )
         self.k[:, :, start:end] = k
         self.v[:, :, start:end] = v
         return self.k[:, :, :end], self.v[:, :, :end]

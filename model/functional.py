@@ -47,9 +47,10 @@ def scaled_dot_product_attention(
     """softmax(q k^T / sqrt(d)) v of "Attention Is All You Need" (2017), equation 1.
 
     q (... q d), k (... k d), v (... k v); any leading axes, and as many queries and value dimensions as wanted. The
-    boolean mask broadcasts to (... q k), True = may look. Dropout falls on the weights, after the softmax and only in
-    training. `bias` (... q k) is added to the scores, as ALiBi does; `soft_cap` c bends them to c tanh(scores / c)
-    before ("Gemma 2", 2024). Returns the output (... q v) and the weights (... q k) before dropout, in the dtype of q.
+    boolean mask broadcasts to (... q k), True = may look; with a head axis in q it needs one too. Dropout falls on the
+    weights, after the softmax and only in training. `bias` (... q k) is added to the scores, as ALiBi does; `soft_cap`
+    c bends them to c tanh(scores / c) before ("Gemma 2", 2024). Returns the output (... q v) and the weights (... q k)
+    before dropout, in the dtype of q.
     """
     if q.shape[-1] != k.shape[-1]:
         raise ValueError(f"queries and keys must have the same width, got {q.shape[-1]} and {k.shape[-1]}")

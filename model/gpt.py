@@ -54,8 +54,8 @@ class GPT(nn.Module):
         window: a token sees itself and the window - 1 before it only; None: all before it.
         dropout: on embeddings, attention weights and both residual branches.
         tied: the head shares the embedding's matrix.
-        vocab_multiple: rows of embedding and head, filled up to a multiple of it for speed. The rows too many are
-            never looked up, and no logit comes out of them.
+        vocab_multiple: rows of embedding and head, filled up to a multiple of it for speed. No logit comes out of the
+            rows too many, and no token of a tokenizer looks them up.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class GPT(nn.Module):
         for name, choices in (("positions", SCHEMES), ("norm", NORMS), ("feed_forward", FEED_FORWARDS)):
             if arguments[name] not in choices:
                 raise ValueError(f"{name} must be one of {', '.join(choices)}, got {arguments[name]}")
-        for name in ("window", "vocab_multiple"):
+        for name in ("vocab_size", "d_model", "n_layers", "d_ff", "max_seq_len", "window", "vocab_multiple"):
             if arguments[name] is not None and arguments[name] < 1:
                 raise ValueError(f"{name} must be at least 1, got {arguments[name]}")
         if positions != "rope" and (rope_scaling is not None or rope_factor != 1):
@@ -210,6 +210,8 @@ class GPT(nn.Module):
         for name, given in (("padding", padding), ("documents", documents)):
             if given is not None and given.shape != (b, start + s):
                 raise ValueError(f"{name} must be {(b, start + s)}, one a slot, got {tuple(given.shape)}")
+        if padding is not None and padding.dtype != torch.bool:
+            raise ValueError(f"padding must be boolean, True = a token, got {padding.dtype}")
 
     def new_cache(self, capacity: int | None = None) -> KVCache:
         """An empty cache for `capacity` tokens a row; None: max_seq_len."""

@@ -32,7 +32,11 @@ def check_positions(token_positions: Tensor, max_seq_len: int):
 
 
 def _look_up(table: Tensor, token_positions: Tensor) -> Tensor:
-    """The rows (s d) or (b s d) of a table (max_seq_len d)."""
+    """The rows (s d) or (b s d) of a table (max_seq_len d).
+
+    A position that is not in it costs nothing to find on the CPU, which raises. A GPU would stop with an assertion of
+    its own, as compiled code does: there GPT.forward checks before.
+    """
     try:
         return embedding(token_positions, table)
     except IndexError:
@@ -80,7 +84,7 @@ class RotaryPositionalEmbedding(_Fixed):
         if pairing not in ("half", "interleaved"):
             raise ValueError(f"pairing must be half or interleaved, got {pairing}")
         self.max_seq_len, self.pairing = max_seq_len, pairing
-        speeds, amplitude = rope_speeds(theta, d_k, scaling, factor, max_seq_len / factor)
+        speeds, amplitude = rope_speeds(theta, d_k, scaling, factor, max_seq_len)
         # float64 first: in float32 the angles at position 100,000 are already off by 0.005
         angles = torch.outer(torch.arange(max_seq_len).double(), speeds)
         self.register_buffer("cos", (amplitude * angles.cos()).float(), persistent=False)
@@ -95,11 +99,11 @@ class RotaryPositionalEmbedding(_Fixed):
 
 
 def rope_speeds(
-    theta: float, d_k: int, scaling: str | None = None, factor: float = 1.0, trained_len: float = 0.0
+    theta: float, d_k: int, scaling: str | None = None, factor: float = 1.0, max_seq_len: int | None = None
 ) -> tuple[Tensor, float]:
     """How far each pair turns per position, in radians (d_k / 2,) float64, and what cos and sin are multiplied by.
 
-    To reach `factor` times the trained length, `scaling` slows down the pairs:
+    To reach max_seq_len, `factor` times the trained length, `scaling` slows down the pairs:
     interpolation: all by the factor ("Extending Context Window of Large Language Models via Position Interpolation",
         2023); neighbours become hard to tell apart.
     ntk: by a larger base, so that the slowest pair slows down by the factor and the fastest not at all ("NTK-aware
@@ -108,13 +112,15 @@ def rope_speeds(
         between them a ramp; and the scores grow by (1 + 0.1 ln factor)^2 ("YaRN: Efficient Context Window Extension of
         Large Language Models", 2023; the ramp is over pairs, as in its authors' code and in Hugging Face's).
     """
+    if not 1 < theta < math.inf:
+        raise ValueError(f"theta must be above 1 and finite, got {theta}")
     if scaling is None:
         if factor != 1:
             raise ValueError(f"rope_factor {factor} needs rope_scaling, one of {', '.join(SCALINGS)}, got None")
     elif scaling not in SCALINGS:
         raise ValueError(f"rope_scaling must be one of {', '.join(SCALINGS)}, or None, got {scaling}")
-    elif not factor >= 1:
-        raise ValueError(f"rope_factor must be at least 1, got {factor}")
+    elif not 1 <= factor < math.inf:
+        raise ValueError(f"rope_factor must be at least 1 and finite, got {factor}")
     if scaling == "ntk":
         if d_k < 4:
             raise ValueError(f"rope_scaling=ntk needs a head width of at least 4, got {d_k}: take interpolation")
@@ -124,6 +130,8 @@ def rope_speeds(
         return speeds / factor, 1.0
     if scaling != "yarn":
         return speeds, 1.0
+
+    trained_len = max_seq_len / factor
 
     def pair_that_turns(times: float) -> float:
         return d_k * math.log(trained_len / (2 * math.pi * times)) / (2 * math.log(theta))
@@ -172,6 +180,8 @@ class ALiBi(_Fixed):
 
     def __init__(self, n_heads: int):
         super().__init__()
+        if n_heads < 1:
+            raise ValueError(f"n_heads must be at least 1, got {n_heads}")
         n = 2 ** math.floor(math.log2(n_heads))
         slopes = [2 ** (-8 * i / n) for i in range(1, n + 1)]
         slopes += [2 ** (-4 * i / n) for i in range(1, 2 * (n_heads - n), 2)]

@@ -28,7 +28,7 @@ def main(cfg: Evaluate):
     documents = sources.load(data["source"], data["paths"], data["wheel"], cache=Path("corpora/downloads"))
     if cfg.data is None or cfg.data.source != "files":  # files that are named here are all meant
         _, documents = sources.split(documents, data["validation"], data["validation_share"])
-    text = np.concatenate([np.append(tokenizer.encode(d.text), tokenizer.end_of_text) for d in documents])
+    text = np.concatenate([tokenizer.document(d.text) for d in documents])
 
     seq_len = about["seq_len"] if cfg.seq_len is None else cfg.seq_len
     stride = seq_len if cfg.stride is None else cfg.stride

@@ -34,7 +34,7 @@ def main(cfg: Generate):
             overflow="slide",
         )
         for column in columns:
-            if (token := column.item()) == tokenizer.end_of_text:
+            if (token := column.item()) in tokenizer.stops:
                 return
             yield token
 

@@ -1,6 +1,7 @@
 """Turns a Llama in the Hugging Face layout into a checkpoint.  python -m scripts.import_hf source=DIR target=DIR"""
 
 import json
+import math
 import re
 from pathlib import Path
 
@@ -49,17 +50,15 @@ def import_llama(source: Path, target: Path) -> Path:
     if target.exists():
         raise ValueError(f"target {target} is there already: take another name")
     config = _json(source / "config.json")
-    tokenizer = JSONTokenizer(json.dumps(_json(source / "tokenizer.json")), **_special_tokens(source, config))
-    try:
-        vocab_size, arguments = config["vocab_size"], gpt_arguments(config)
-    except KeyError as error:
-        raise ValueError(f"{source}/config.json does not say {error}") from error
+    arguments, vocab_size = gpt_arguments(config), _number(config, "vocab_size", int)
+    content = json.dumps(_json(source / "tokenizer.json"))
+    tokenizer = JSONTokenizer(content, **_special_tokens(source, config))
     if tokenizer.vocab_size > vocab_size:
         raise ValueError(f"{source}: tokenizer.json has {tokenizer.vocab_size} tokens, config.json only {vocab_size}")
 
     model = GPT(tokenizer.vocab_size, **arguments)
     weights = gpt_weights(_read_weights(source), tied=model.arguments["tied"])
-    for name in ("embedding.weight", "head.weight"):  # rows without a token are padding
+    for name in {"embedding.weight", "head.weight"} & set(weights):  # rows without a token are padding
         weights[name] = weights[name][: tokenizer.vocab_size]
     try:
         model.load_state_dict(weights)
@@ -75,22 +74,29 @@ def gpt_arguments(config: dict) -> dict:
     for name, expected in EXPECTED.items():
         if (found := config.get(name, expected)) != expected:
             raise ValueError(f"only {name}={expected} can be imported, got {found}")
-    width = config["hidden_size"] / config["num_attention_heads"]
-    if (config.get("head_dim") or width) != width:
-        raise ValueError(
-            f"head_dim must be hidden_size / num_attention_heads, got {config['head_dim']} "
-            f"and {config['hidden_size']} / {config['num_attention_heads']}"
-        )
+    if "quantization_config" in config:
+        raise ValueError("quantised weights cannot be imported: take the folder with the original ones")
+    d_model, n_heads = _number(config, "hidden_size", int), _number(config, "num_attention_heads", int)
+    if (found := config.get("head_dim") or d_model / n_heads) != d_model / n_heads:
+        raise ValueError(f"head_dim must be hidden_size / num_attention_heads, got {found} and {d_model} / {n_heads}")
     return {
-        "d_model": config["hidden_size"],
-        "n_layers": config["num_hidden_layers"],
-        "n_heads": config["num_attention_heads"],
-        "n_kv_heads": config.get("num_key_value_heads"),
-        "d_ff": config["intermediate_size"],
-        "norm_eps": config["rms_norm_eps"],
+        "d_model": d_model,
+        "n_layers": _number(config, "num_hidden_layers", int),
+        "n_heads": n_heads,
+        "n_kv_heads": _number(config, "num_key_value_heads", int, default=n_heads),
+        "d_ff": _number(config, "intermediate_size", int),
+        "norm_eps": _number(config, "rms_norm_eps", float),
         "tied": config.get("tie_word_embeddings", False),
         **_rope(config),
     }
+
+
+def _number(config: dict, name: str, kind: type, default: float | None = None) -> int | float:
+    """A positive number of a config, which may hold anything."""
+    value = default if config.get(name) is None else config[name]
+    if not isinstance(value, (int, kind)) or isinstance(value, bool) or not 0 < value < math.inf:
+        raise ValueError(f"config.json: {name} must be a positive {kind.__name__}, got {value}")
+    return value
 
 
 def _rope(config: dict) -> dict:
@@ -100,17 +106,17 @@ def _rope(config: dict) -> dict:
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in ("default", "linear", "yarn"):
         raise ValueError(f"RoPE of type {kind} cannot be imported: only default, linear and yarn")
-    reach = config["max_position_embeddings"]
+    theta, reach = _number(rope, "rope_theta", float), _number(config, "max_position_embeddings", int)
     if kind == "default":
-        return {"theta": rope["rope_theta"], "max_seq_len": reach}
-    factor = rope["factor"]
+        return {"theta": theta, "max_seq_len": reach}
+    factor = _number(rope, "factor", float)
     if kind == "yarn":
         for name, expected in YARN.items():
             if (found := rope.get(name)) not in (None, expected):
                 raise ValueError(f"RoPE's {name} must be {expected}, got {found}")
-        reach = round((rope.get("original_max_position_embeddings") or reach) * factor)
+        reach = round(_number(rope, "original_max_position_embeddings", int, default=reach) * factor)
     scaling = {"linear": "interpolation", "yarn": "yarn"}[kind]
-    return {"theta": rope["rope_theta"], "max_seq_len": reach, "rope_scaling": scaling, "rope_factor": factor}
+    return {"theta": theta, "max_seq_len": reach, "rope_scaling": scaling, "rope_factor": factor}
 
 
 def gpt_weights(theirs: dict[str, Tensor], tied: bool) -> dict[str, Tensor]:
@@ -123,7 +129,7 @@ def gpt_weights(theirs: dict[str, Tensor], tied: bool) -> dict[str, Tensor]:
         if pattern is None:
             raise ValueError(f"a weight that a Llama does not have: {name}")
         ours[re.sub(pattern, NAMES[pattern], name)] = tensor.to(torch.float32)
-    if tied:
+    if tied and "embedding.weight" in ours:
         ours["head.weight"] = ours["embedding.weight"]
     return ours
 
@@ -131,7 +137,9 @@ def gpt_weights(theirs: dict[str, Tensor], tied: bool) -> dict[str, Tensor]:
 def _read_weights(source: Path) -> dict[str, Tensor]:
     """Every tensor of model.safetensors, or of the files that an index names."""
     index = source / "model.safetensors.index.json"
-    names = sorted(set(_json(index)["weight_map"].values())) if index.is_file() else ["model.safetensors"]
+    names = ["model.safetensors"]
+    if index.is_file():
+        names = sorted(set(_json(index).get("weight_map", {}).values()))
     weights = {}
     for name in names:
         try:
@@ -143,22 +151,27 @@ def _read_weights(source: Path) -> dict[str, Tensor]:
 
 def _json(path: Path) -> dict:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} must hold an object, got {type(content).__name__}")
+    return content
 
 
-def _special_tokens(source: Path, config: dict) -> dict[str, int]:
-    """The ids before and after a text, from generation_config.json or config.json."""
+def _special_tokens(source: Path, config: dict) -> dict:
+    """`beginning` and `ends`, from generation_config.json or config.json."""
     generation = source / "generation_config.json"
     given = _json(generation) if generation.is_file() else {}
-    ids = {}
-    for ours, theirs in (("beginning", "bos_token_id"), ("end_of_text", "eos_token_id")):
-        value = given.get(theirs, config.get(theirs))
-        if value is None:
-            raise ValueError(f"{source}/config.json has no {theirs}")
-        ids[ours] = value[0] if isinstance(value, list) else value
-    return ids
+
+    def ids(name: str) -> list[int]:
+        value = given.get(name, config.get(name))
+        value = value if isinstance(value, list) else [value]
+        if not value or not all(isinstance(id, int) for id in value):
+            raise ValueError(f"{source}/config.json: {name} must be an id, got {value}")
+        return value
+
+    return {"beginning": ids("bos_token_id")[0], "ends": ids("eos_token_id")}
 
 
 if __name__ == "__main__":

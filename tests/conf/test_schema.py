@@ -71,6 +71,8 @@ def test_the_scripts_settings_compose(settings):
         ("model.window=0", "model.window must be at least 1, got 0"),
         ("model.vocab_multiple=0", "model.vocab_multiple must be at least 1, got 0"),
         ("model.dropout=1", "below 1, got 1"),
+        ("model.theta=1", "model.theta must be above 1, got 1.0"),
+        ("model.soft_cap=inf", "model.soft_cap must be finite, got inf"),
         ("optimizer.lr=nan", "above 0, got nan"),
         ("optimizer.betas=[0.9]", "two numbers"),
         ("optimizer.betas=[0.9,1.5]", "optimizer.betas must be below 1, got 1.5"),

@@ -1,3 +1,5 @@
+import json
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -109,12 +111,12 @@ def byte_level():
         vocab_size=300, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet, show_progress=False
     )
     tokenizer.train_from_iterator([TEXT], trainer)
-    return JSONTokenizer(tokenizer.to_str(), beginning=0, end_of_text=0)
+    return JSONTokenizer(tokenizer.to_str(), beginning=0, ends=[0])
 
 
 @pytest.fixture(params=["byte level", "llama"])
 def other(request, byte_level, llama_tokenizer):
-    return byte_level if request.param == "byte level" else JSONTokenizer(llama_tokenizer, beginning=1, end_of_text=2)
+    return byte_level if request.param == "byte level" else JSONTokenizer(llama_tokenizer, beginning=1, ends=[2])
 
 
 def test_anothers_tokenizer_brings_text_back(other):
@@ -131,8 +133,7 @@ def test_anothers_special_tokens_are_text_in_a_text(other):
     text = "<s> the <|endoftext|> </s>"
     tokens = other.encode(text)
     assert other.decode(tokens) == text
-    assert not set(tokens.tolist()) & other.special
-    assert other.special >= {other.beginning, other.end_of_text}
+    assert not set(tokens.tolist()) & other.stops
 
 
 def test_anothers_stream_loses_no_space_and_shows_no_half_character(other):
@@ -149,10 +150,39 @@ def test_anothers_stream_loses_no_space_and_shows_no_half_character(other):
     assert cut.startswith("the hat") and set(cut[7:]) == {"\ufffd"}
 
 
+def test_anothers_truncation_and_padding_do_not_apply(llama_tokenizer):
+    content = json.loads(llama_tokenizer)
+    content["truncation"] = {"max_length": 5, "strategy": "LongestFirst", "stride": 0, "direction": "Right"}
+    content["padding"] = {"strategy": {"Fixed": 50}, "direction": "Right", "pad_id": 0, "pad_type_id": 0}
+    content["padding"] |= {"pad_to_multiple_of": None, "pad_token": "<unk>"}
+    tokenizer = JSONTokenizer(json.dumps(content), beginning=1, ends=[2])
+    for text in ("the", TEXT):
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_anothers_documents_begin_with_its_start_token_and_end_at_any_of_its_ends(llama_tokenizer):
+    tokenizer = JSONTokenizer(llama_tokenizer, beginning=1, ends=[2, 0])
+    assert tokenizer.document("the").tolist() == [1, *tokenizer.encode("the")]
+    assert tokenizer.stops == {0, 1, 2}
+    with pytest.raises(ValueError, match="below 267, got 267"):
+        JSONTokenizer(llama_tokenizer, beginning=1, ends=[267])
+    with pytest.raises(ValueError, match="surrogates not allowed"):
+        tokenizer.prompt("\ud800")
+
+
+def test_anothers_added_tokens_stand_for_their_text(byte_level):
+    content = json.loads(byte_level.content)
+    token = {**content["added_tokens"][0], "id": 300, "content": "   \N{EM SPACE}", "special": False}
+    content["added_tokens"].append(token)
+    tokenizer = JSONTokenizer(json.dumps(content), beginning=0, ends=[0])
+    assert tokenizer.vocab_size == 301
+    assert tokenizer.token_bytes(300) == "   \N{EM SPACE}".encode()
+
+
 def test_anothers_saved_tokenizer_is_the_same_tokenizer(other, tmp_path):
     other.save(tmp_path / "t")
     again = load_tokenizer(tmp_path / "t")
     assert again.fingerprint() == other.fingerprint()
     assert np.array_equal(again.encode(TEXT), other.encode(TEXT))
-    assert (again.beginning, again.end_of_text) == (other.beginning, other.end_of_text)
-    assert JSONTokenizer(other.content, 3, other.end_of_text).fingerprint() != other.fingerprint()
+    assert again.stops == other.stops
+    assert JSONTokenizer(other.content, 3, other.ends).fingerprint() != other.fingerprint()

@@ -170,6 +170,53 @@ def test_fused_and_written_agree_in_values_and_gradients(n_kv_heads, variant):
         torch.testing.assert_close(fused, written)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("heads", [4, 2])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_fused_is_written_for_every_type_of_number(dtype, heads, variant):
+    q, *kv = (torch.randn(2, h, 9, 8, dtype=torch.float64).to(dtype).requires_grad_() for h in (4, heads, heads))
+    given = {"mask": None, "bias": None, **VARIANTS[variant]}
+    if given["mask"] is not None and given["mask"].ndim == 3:
+        given["mask"] = given["mask"].unsqueeze(1)
+    upstream, results = torch.randn(2, 4, 9, 8).to(dtype), []
+    for attend in (fused_attention, written_attention):
+        y = attend(q, *kv, **given, soft_cap=None, dropout_p=0.0)
+        results.append([y, *torch.autograd.grad(y, [q, *kv], upstream)])
+    tolerance = {torch.bfloat16: 5e-2, torch.float16: 5e-3, torch.float32: 1e-5, torch.float64: 1e-12}[dtype]
+    for fused, written in zip(*results, strict=True):
+        assert fused.dtype == written.dtype == dtype
+        torch.testing.assert_close(fused, written, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("attend", [fused_attention, written_attention])
+@pytest.mark.parametrize(
+    ("mask", "message"),
+    [
+        (torch.ones(9, 9).tril(), "boolean.*float32"),  # would be added to the scores, and hide nothing
+        (torch.ones(9, 8).bool(), r"\(9, 8\) and \(2, 4, 9, 9\)"),
+        (torch.ones(3, 9, 9).bool(), r"\(3, 9, 9\) and \(2, 4, 9, 9\)"),
+        (torch.ones(1, 1, 1, 9, 9).bool(), r"\(1, 1, 1, 9, 9\) and \(2, 4, 9, 9\)"),
+    ],
+)
+def test_a_mask_that_is_none_is_refused(attend, mask, message):
+    module = attention()
+    module.attend = attend
+    with pytest.raises(ValueError, match=message):
+        module(some(), mask=mask)
+
+
+def test_qk_norm_comes_before_rope():
+    """The gain, of another size for each dimension, does not commute with the rotation."""
+    module, x = attention(qk_norm=True), some()
+    q, k = (getattr(module, name)(x).unflatten(-1, (4, 4)).transpose(1, 2) for name in ("wq", "wk"))
+    positions = torch.arange(9)
+    q, k = module.rope(module.q_norm(q), positions), module.rope(module.k_norm(k), positions)
+    with collect_attention(module) as maps:
+        module(x)
+    _, weights = scaled_dot_product_attention(q, k, k, causal_mask(9, 9))
+    torch.testing.assert_close(maps[0], weights)
+
+
 def test_a_mask_without_head_axis_stands_for_all_heads():
     module, x, mask = attention(), some(), attention_mask(9, 9, padding=PADDING)
     assert torch.equal(module(x, mask=mask[:, 0]), module(x, mask=mask))
@@ -290,18 +337,31 @@ def test_slots_not_yet_written_are_zero():
         assert (slots[:, :, 9:] == 0).all()
 
 
+@pytest.mark.parametrize(("rows", "tokens", "message"), [(1, 3, "2 rows, got 1"), (2, 12, "21 tokens.*capacity 20")])
+def test_what_does_not_fit_the_cache_is_refused(rows, tokens, message):
+    cache, module = KVCache(1, capacity=20), attention()
+    module(some(), cache=cache.layers[0])
+    cache.length = 9
+    with pytest.raises(ValueError, match=message):
+        module(some(rows, tokens, 16), cache=cache.layers[0])
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ({"d_model": 65, "n_heads": 12}, "65 and 12"),
         ({"n_kv_heads": 3}, "4 and 3"),
-        ({"d_model": 12, "n_heads": 4}, "even, got 3"),
+        ({"d_model": 12, "n_heads": 4}, "even, got 12 / 4 = 3"),
+        ({"n_heads": 0}, "at least 1, got 0 and 0"),
+        ({"n_kv_heads": 0}, "at least 1, got 4 and 0"),
+        ({"theta": 1.0}, "theta must be above 1.*got 1.0"),
+        ({"rope_scaling": "yarn", "rope_factor": 0.0}, "at least 1 and finite, got 0.0"),
         ({"max_seq_len": None}, "max_seq_len"),
         ({"soft_cap": 0.0}, "soft_cap.*0.0"),
         ({"pairing": "both"}, "half or interleaved, got both"),
         ({"rope_scaling": "yarm", "rope_factor": 2.0}, "interpolation, ntk, yarn.*yarm"),
         ({"rope_factor": 2.0}, "rope_factor 2.0 needs rope_scaling"),
-        ({"rope_scaling": "ntk", "rope_factor": 0.5}, "at least 1, got 0.5"),
+        ({"rope_scaling": "ntk", "rope_factor": 0.5}, "at least 1 and finite, got 0.5"),
         ({"rope_scaling": "ntk", "rope_factor": 2.0, "n_heads": 8}, "at least 4, got 2"),
     ],
 )

@@ -199,8 +199,8 @@ def test_what_is_masked_changes_no_bit_of_outputs_and_gradients(kind, path):
         upstream[:, :, i] = torch.randn(2, 3, 8)
         results = []
         for scale in (0.0, 1.0, 1e4):
-            k2 = torch.where(hidden, scale * (torch.rand(k.shape) - 0.5), k).detach().requires_grad_()
-            v2 = torch.where(hidden, scale * (torch.rand(v.shape) - 0.5), v).detach().requires_grad_()
+            k2 = torch.where(hidden, scale * (2 * torch.rand(k.shape) - 1), k).detach().requires_grad_()
+            v2 = torch.where(hidden, scale * (2 * torch.rand(v.shape) - 1), v).detach().requires_grad_()
             out = attention(q, k2, v2)
             results.append([out[:, :, i], *torch.autograd.grad(out, (q, k2, v2), upstream)])
         for other in results[1:]:

@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from model import GPT, collect_attention, generate
-from model.attention import written_attention
-from model.positions import SCHEMES
+from model.attention import fused_attention, written_attention
+from model.feed_forward import FEED_FORWARDS
+from model.positions import SCALINGS, SCHEMES
 
 ARCHITECTURES = [
     {},
@@ -321,6 +322,7 @@ def test_the_arguments_build_the_same_model(small):
         ({"norm": "batchnorm"}, "norm.*rmsnorm, layernorm.*got batchnorm"),
         ({"feed_forward": "glu"}, "feed_forward.*swiglu, gelu, relu2.*got glu"),
         ({"window": 0}, "window.*at least 1, got 0"),
+        ({"n_layers": 0}, "n_layers.*at least 1, got 0"),
         ({"vocab_multiple": 0}, "vocab_multiple.*at least 1, got 0"),
         ({"positions": "alibi", "rope_scaling": "yarn", "rope_factor": 2.0}, "positions=rope, got yarn, 2.0 and alibi"),
     ],
@@ -328,6 +330,56 @@ def test_the_arguments_build_the_same_model(small):
 def test_what_cannot_be_built_is_refused(small, arguments, message):
     with pytest.raises(ValueError, match=message):
         small(**arguments)
+
+
+def test_the_backend_is_the_one_that_was_chosen(small):
+    model = small()
+    for backend, attend in (("written", written_attention), ("fused", fused_attention)):
+        model.use_attention(backend)
+        assert [block.attention.attend for block in model.blocks] == [attend, attend]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{"qk_norm": True}, {"soft_cap": 0.5}, {"window": 3}, {"theta": 5.0}, {"pairing": "interleaved"}, {"norm_eps": 1.0}]
+    + [{"rope_scaling": scaling, "rope_factor": 4.0} for scaling in SCALINGS],
+    ids=str,
+)
+def test_every_setting_reaches_the_mathematics(small, arguments):
+    """With the same weights, another setting gives other logits."""
+    plain, other, tokens = small(), small(**arguments), torch.randint(17, (2, 10))
+    other.load_state_dict(plain.state_dict(), strict=False)  # the gains of qk_norm are its own
+    assert not torch.allclose(other(tokens), plain(tokens), rtol=1e-4)
+
+
+@pytest.mark.parametrize("place", ["embedding", "attention", "attention branch", "feed-forward branch"])
+def test_dropout_acts_in_each_place_and_only_in_training(small, place):
+    model, tokens = small(dropout=0.5), torch.randint(17, (2, 10))
+    exact = model(tokens)
+    modules = {  # of the first block, by what feeds them
+        "embedding": model.dropout,
+        "attention": model.blocks[0].attention,
+        "attention branch": model.blocks[0].dropout,
+        "feed-forward branch": model.blocks[0].dropout,
+    }
+    assert torch.equal(model(tokens), exact)
+    modules[place].training = True
+    if place.endswith("branch"):  # the other branch is silent
+        silent = model.blocks[0].feed_forward.down if place == "attention branch" else model.blocks[0].attention.wo
+        torch.nn.init.zeros_(silent.weight)
+    assert not torch.equal(model(tokens), model(tokens))
+
+
+@pytest.mark.parametrize(("name", "kind"), FEED_FORWARDS.items())
+def test_feed_forwards_are_their_formulas(name, kind):
+    module, x = kind(6, 10).double(), torch.randn(2, 3, 6, dtype=torch.float64)
+    up, down = module.up.weight.T, module.down.weight.T
+    expected = {
+        "swiglu": lambda: ((gate := x @ module.gate.weight.T) * gate.sigmoid() * (x @ up)) @ down,
+        "gelu": lambda: ((h := x @ up) * (1 + torch.erf(h / 2**0.5)) / 2) @ down,
+        "relu2": lambda: ((x @ up).clamp(min=0) ** 2) @ down,
+    }[name]()
+    torch.testing.assert_close(module(x), expected)
 
 
 def test_an_unknown_backend_and_one_without_the_soft_cap_are_refused(small):
@@ -344,6 +396,7 @@ def test_an_unknown_backend_and_one_without_the_soft_cap_are_refused(small):
         ({"token_positions": torch.arange(23, 33)}, r"0 \.\. 31 .*got 23 \.\. 32"),
         ({"token_positions": torch.arange(-1, 9)}, r"0 \.\. 31 .*got -1 \.\. 8"),
         ({"padding": torch.ones(2, 9).bool()}, r"padding must be \(2, 10\).*got \(2, 9\)"),
+        ({"padding": torch.ones(2, 10)}, "padding must be boolean.*float32"),
         ({"documents": torch.ones(1, 10)}, r"documents must be \(2, 10\).*got \(1, 10\)"),
     ],
 )

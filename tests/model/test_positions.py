@@ -138,7 +138,7 @@ def test_yarn_is_hugging_faces(d_k, factor, trained):
         },
     )
     speeds, amplitude = ROPE_INIT_FUNCTIONS["yarn"](config, torch.device("cpu"))
-    ours, our_amplitude = rope_speeds(10000.0, d_k, "yarn", factor, trained)
+    ours, our_amplitude = rope_speeds(10000.0, d_k, "yarn", factor, int(trained * factor))
     torch.testing.assert_close(ours.float(), speeds)
     assert our_amplitude == pytest.approx(amplitude)
     rope = RotaryPositionalEmbedding(10000.0, d_k, int(trained * factor), scaling="yarn", factor=factor)
@@ -147,7 +147,7 @@ def test_yarn_is_hugging_faces(d_k, factor, trained):
 
 def test_yarn_keeps_fast_pairs_and_interpolates_slow_ones():
     plain, _ = rope_speeds(10000.0, 128)
-    slowed, _ = rope_speeds(10000.0, 128, "yarn", 8.0, 2048)
+    slowed, _ = rope_speeds(10000.0, 128, "yarn", 8.0, 8 * 2048)
     turns, ratio = 2048 * plain / (2 * math.pi), plain / slowed
     assert (ratio[turns > 33 * 1.2] == 1).all()
     torch.testing.assert_close(ratio[turns < 1 / 1.2], torch.full_like(ratio[turns < 1 / 1.2], 8.0))

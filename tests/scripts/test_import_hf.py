@@ -107,7 +107,7 @@ def test_the_command_writes_a_checkpoint_that_writes_text(llama, llama_tokenizer
     assert result.returncode == 0, result.stderr
     tokenizer = load_tokenizer("imported/llama/tokenizer")
     assert tokenizer.content == llama_tokenizer
-    assert (tokenizer.beginning, tokenizer.end_of_text) == (1, 2)
+    assert (tokenizer.beginning, tokenizer.ends) == (1, [2])
     for prompt in ([], ["--", "the heat"]):
         result = run("scripts.generate", "checkpoint=imported/llama", "max_new_tokens=5", *prompt)
         assert result.returncode == 0, result.stderr
@@ -148,12 +148,21 @@ def cut(file):
         (edit("config.json", model_type="gpt2"), "model_type=llama.*got gpt2"),
         (edit("config.json", attention_bias=True), "attention_bias=False.*got True"),
         (edit("config.json", head_dim=16), "head_dim.*16 and 32 / 4"),
-        (edit("config.json", hidden_size=None), "config.json does not say 'hidden_size'"),
+        (edit("config.json", hidden_size=None), "hidden_size must be a positive int, got None"),
         (edit("config.json", hidden_size=64, head_dim=None), "does not hold what its config.json says"),
         (edit("config.json", vocab_size=100), "267 tokens, config.json only 100"),
         (edit("config.json", rope_parameters={"rope_type": "llama3"}), "type llama3"),
         (edit("config.json", rope_parameters={**YARN, "beta_fast": 16}), "beta_fast must be 32, got 16"),
         (edit("config.json", num_key_value_heads=3), "4 and 3"),
+        (edit("config.json", num_attention_heads=0), "num_attention_heads must be a positive int, got 0"),
+        (edit("config.json", hidden_size="32"), "hidden_size must be a positive int, got 32"),
+        (edit("config.json", rms_norm_eps="small"), "rms_norm_eps must be a positive float, got small"),
+        (edit("config.json", rope_parameters={**YARN, "factor": "4"}), "factor must be a positive float, got 4"),
+        (edit("config.json", quantization_config={}), "quantised"),
+        (edit("generation_config.json", eos_token_id=[]), r"eos_token_id must be an id, got \[\]"),
+        (edit("generation_config.json", bos_token_id=9999), "below 267, got 9999"),
+        (lambda folder: (folder / "config.json").write_text("[]"), "config.json must hold an object, got list"),
+        (lambda folder: (folder / "model.safetensors.index.json").write_text("{}"), "does not hold"),
     ],
 )
 def test_what_cannot_be_imported_is_named_and_nothing_is_left(llama, tmp_path, damage, message):
@@ -162,6 +171,13 @@ def test_what_cannot_be_imported_is_named_and_nothing_is_left(llama, tmp_path, d
     with pytest.raises(ValueError, match=message):
         import_llama(folder, tmp_path / "ours" / "step")
     assert not (tmp_path / "ours").exists()
+
+
+def test_a_head_that_is_missing_is_named(llama, tmp_path):
+    folder, _ = llama(tie_word_embeddings=True)
+    edit("config.json", tie_word_embeddings=False)(folder)
+    with pytest.raises(ValueError, match="does not hold what its config.json says.*head.weight"):
+        import_llama(folder, tmp_path / "ours")
 
 
 def test_nothing_is_overwritten(llama, tmp_path):
