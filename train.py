@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 
 from conf.entry import entry_point
 from conf.schema import Train
-from data.batches import Batches
+from data.batches import make_batches
 from data.prepare import prepare
 from model import GPT, generate
 from training import auto, checkpoint, tracking
@@ -48,7 +48,7 @@ def train(cfg: Train, run: Path):
     corpus = prepare(asdict(cfg.data), asdict(cfg.tokenizer))
     corpus.check_length(cfg.seq_len)
     tokenizer, token_lengths = corpus.tokenizer, corpus.tokenizer.token_lengths()
-    batches = Batches(corpus.train, cfg.batch_tokens // cfg.seq_len, cfg.seq_len, cfg.seed)
+    batches = make_batches(corpus, cfg.batch_tokens // cfg.seq_len, cfg.seq_len, cfg.seed, cfg.packing)
     if saved and saved["corpus"] != corpus.fingerprint():
         raise ValueError(f"{folder} has learned from another text than {corpus.folder}, or with another tokenizer")
     try:
@@ -139,6 +139,7 @@ def train(cfg: Train, run: Path):
         target = run / "checkpoints" / f"step_{step:08}"
         results = {name: row[name] for name in ("loss", "validation_loss", "bits_per_byte") if name in row}
         about = {"step": step, "seq_len": cfg.seq_len, "precision": choices["precision"], "data": asdict(cfg.data)}
+        about["tokenizer"] = asdict(cfg.tokenizer)
         state = {"optimizer": optimizer.state_dict(), "scaler": scaler.state_dict(), "rng": checkpoint.rng_state()}
         state |= {
             "config": asdict(cfg),
@@ -163,23 +164,21 @@ def train(cfg: Train, run: Path):
     if choices["compile"]:
         print("compiling, once", flush=True)
         began = time.perf_counter()
-        some = [piece[: choices["micro_batch"]].to(device) for piece in batches.batch(start)]
-        forward = compile_forward(model, *some, autocast, warn=print)
+        some = {name: rows[: choices["micro_batch"]].to(device) for name, rows in batches.batch(start).items()}
+        forward = compile_forward(model, some, autocast, warn=print)
         choices["compile"] = forward is not model
         print(f"{time.perf_counter() - began:.0f} s of compiling", flush=True)
 
     watch = Stopwatch()
     last_step, last_seconds = start, 0.0
     with Screen(cfg.steps) as screen:
-        for step in range(start, end):
-            tokens, targets = (piece.to(device) for piece in batches.batch(step))
+        for step, batch in enumerate(batches.stream(start, end, device), start):
             lr = learning_rate(step, steps=cfg.steps, peak=o.lr, warmup=s.warmup, decay=s.decay, final=s.final)
             loss, norm = train_step(
                 forward,
                 optimizer,
                 scaler,
-                tokens,
-                targets,
+                batch,
                 micro_batch=choices["micro_batch"],
                 lr=lr,
                 clip=o.clip,

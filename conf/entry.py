@@ -39,9 +39,10 @@ OmegaConf.register_new_resolver("run_dir", run_dir, use_cache=True, replace=True
 OmegaConf.register_new_resolver("repository", lambda _="": str(REPOSITORY), replace=True)
 
 
-def entry_point(config_name: str, schema: type) -> Callable:
+def entry_point(config_name: str, schema: type, actions: tuple[str, ...] = ()) -> Callable:
     """Decorates `run(cfg)` of an entry point: composes conf/CONFIG_NAME.yaml with the command line and parses it.
 
+    With `actions` it is run(cfg, action): one of these words may come first on the command line, else it is None.
     What follows `--` on the command line becomes the setting `prompt`. Only train.py has a run folder; the other
     scripts leave nothing behind. A user's mistake prints one line and exits 2, Ctrl-C exits 130.
     """
@@ -50,6 +51,10 @@ def entry_point(config_name: str, schema: type) -> Callable:
         def main():
             os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # errors reach us as they are
             text = _cut_text(sys.argv)
+            action = sys.argv.pop(1) if len(sys.argv) > 1 and re.fullmatch(r"\w+", sys.argv[1]) else None
+            if action is not None and action not in actions:
+                there = f"it must be one of {', '.join(actions)}" if actions else "settings have the form name=value"
+                _fail(f"{action} is no action here: {there}")
             if config_name != "train" and {"-m", "--multirun"} & set(sys.argv):
                 _fail("several runs at once (-m) are for train.py")
 
@@ -60,7 +65,7 @@ def entry_point(config_name: str, schema: type) -> Callable:
                         if not hasattr(cfg, "prompt"):
                             raise ValueError(f"text after -- has no use here, got {text!r}")
                         cfg = replace(cfg, prompt=text)
-                    run(cfg)
+                    run(cfg, action) if actions else run(cfg)
                 except (ValueError, OmegaConfBaseException, *A_USERS_FILE) as error:
                     _remove_empty_run_folder()
                     _fail(" ".join(str(error).split()))

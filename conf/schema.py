@@ -49,9 +49,18 @@ class Model:
 
 @dataclass
 class Data:
-    source: str = one_of("shakespeare", "files")
-    wheel: str | None
+    source: str = one_of("shakespeare", "files", "hub", "tokens", "mixture")
     paths: list[str]
+    separator: str | None
+    column: str
+    encoding_errors: str = one_of("strict", "replace")
+    wheel: str | None
+    repo: str | None
+    config: str | None
+    split: str
+    revision: str | None
+    corpora: dict[str, float] | None
+    max_tokens: int | None = number(at_least=1)
     validation: list[str]
     validation_share: float = number(above=0, below=1)
     prompt: str
@@ -59,9 +68,14 @@ class Data:
 
 @dataclass
 class Tokenizer:
-    kind: str = one_of("bpe", "bytes", "chars")
+    kind: str = one_of("bpe", "bytes", "chars", "tiktoken", "json", "saved")
     vocab_size: int | None = number(at_least=257)
     pattern: str | None
+    special: list[str]
+    train_chars: int = number(at_least=1)
+    encoding: str | None
+    path: str | None
+    beginning: str | None
 
 
 @dataclass
@@ -120,6 +134,7 @@ class Train:
     batch_tokens: int = number(at_least=1)
     micro_batch: int | str
     seq_len: int = number(at_least=1)
+    packing: str = one_of("stream", "documents")
     evaluation_tokens: int | None = number(at_least=1)
     resume: str | None
     every: Every
@@ -163,6 +178,16 @@ class Evaluate:
 class Prepare:
     """Everything that `python -m scripts.prepare` can be told."""
 
+    shard_index: int | None = number(at_least=0)
+    num_shards: int = number(at_least=1)
+    report: bool
+    verify: bool
+    export: str | None
+    step: int = number(at_least=0)
+    batch_tokens: int = number(at_least=1)
+    seq_len: int = number(at_least=1)
+    packing: str = one_of("stream", "documents")
+    seed: int = number(at_least=0)
     data: Data
     tokenizer: Tokenizer
 
@@ -243,15 +268,39 @@ def _check_value(key: str, value, allowed):
             raise ValueError(f"{key} must be {name} {allowed[name]}, got {value}")
 
 
+def _check_data(data: Data):
+    if data.source in ("files", "tokens") and not data.paths:
+        raise ValueError(f"data={data.source} needs data.paths, got []: give for example data.paths='[books/*.txt]'")
+    if data.source == "hub" and data.repo is None:
+        raise ValueError("data=hub needs data.repo, got null: give for example data.repo=roneneldan/TinyStories")
+    if data.source == "mixture" and not data.corpora:
+        raise ValueError("data=mixture needs data.corpora, for example data.corpora='{corpora/A: 0.7, corpora/B: 0.3}'")
+    if data.separator == "":
+        raise ValueError("data.separator must hold at least one character, or be null, got an empty text")
+
+
 def _check_rules(cfg):
     """Rules between fields."""
     if hasattr(cfg, "tokenizer"):
         t = cfg.tokenizer
         if t.kind == "bpe" and (t.vocab_size is None or t.pattern is None):
             raise ValueError("tokenizer.kind=bpe needs tokenizer.vocab_size and tokenizer.pattern, got null")
+        if t.kind in ("json", "saved") and t.path is None:
+            raise ValueError(f"tokenizer={t.kind} needs tokenizer.path, got null")
+        if t.kind == "tiktoken" and t.encoding is None:
+            raise ValueError("tokenizer=tiktoken needs tokenizer.encoding, got null")
+        if not t.special or len(set(t.special)) < len(t.special):
+            raise ValueError(f"tokenizer.special must be different names, at least one, got {t.special}")
     data = getattr(cfg, "data", None)
-    if data is not None and data.source == "files" and not data.paths:
-        raise ValueError("data=files needs data.paths, got []: give for example data.paths='[books/*.txt]'")
+    if data is not None:
+        _check_data(data)
+    if hasattr(cfg, "batch_tokens") and cfg.batch_tokens % cfg.seq_len:
+        raise ValueError(
+            f"batch_tokens must be a multiple of seq_len, got {cfg.batch_tokens} and {cfg.seq_len}: "
+            f"{max(1, round(cfg.batch_tokens / cfg.seq_len)) * cfg.seq_len} would do"
+        )
+    if isinstance(cfg, Prepare) and cfg.shard_index is not None and cfg.shard_index >= cfg.num_shards:
+        raise ValueError(f"shard_index must be below num_shards, got {cfg.shard_index} and {cfg.num_shards}")
     if not isinstance(cfg, Train):
         return
     m, o = cfg.model, cfg.optimizer
@@ -282,11 +331,6 @@ def _check_rules(cfg):
         raise ValueError(f"attention=fused has no soft cap, got model.soft_cap {m.soft_cap}: take written or auto")
     if cfg.seq_len > m.max_seq_len:
         raise ValueError(f"seq_len must be at most model.max_seq_len, got {cfg.seq_len} and {m.max_seq_len}")
-    if cfg.batch_tokens % cfg.seq_len:
-        raise ValueError(
-            f"batch_tokens must be a multiple of seq_len, got {cfg.batch_tokens} and {cfg.seq_len}: "
-            f"{max(1, round(cfg.batch_tokens / cfg.seq_len)) * cfg.seq_len} would do"
-        )
     rows = cfg.batch_tokens // cfg.seq_len
     if cfg.micro_batch != "auto":
         if not isinstance(cfg.micro_batch, int) or isinstance(cfg.micro_batch, bool) or cfg.micro_batch < 1:

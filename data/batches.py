@@ -1,17 +1,25 @@
 """Batch t as a pure function of (seed, t): resuming needs no loader state, only the number of the step.
 
-The corpus is cut into windows of seq_len tokens; an epoch visits each once, in an order that is computed and not
-stored: a permutation keyed by seed and epoch. Epochs begin at different offsets, so that the same token is not always
-seen at the same place.
+The corpus is a row of windows, or of packed documents; an epoch visits each once, in an order that is computed and not
+stored: a permutation keyed by seed and epoch. Rows are counted from the beginning of training, so that the size of a
+batch decides only how many come at once. Windows begin at different offsets in each epoch, so that the same token is
+not always seen at the same place.
 """
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from data.corpus import Tokens
+from data.corpus import Corpus, Tokens
+from data.tokenizer import Tokenizer
 
 ROUNDS = 6
+BLOCK = 4096  # rows whose places are computed at once
+IGNORE = -100  # a target that is not counted
 
 
 def mix(x: np.ndarray) -> np.ndarray:
@@ -52,31 +60,159 @@ def permute(index: np.ndarray, n: int, seed: int, epoch: int) -> np.ndarray:
     return x.astype(np.int64)
 
 
-class Batches:
-    """batch(t) gives the tokens and targets of step t, each (rows, seq_len), int64; targets are one token ahead."""
+class Windows:
+    """Rows cut from the whole text, one window of seq_len tokens after the other ("stream")."""
 
-    def __init__(self, tokens: Tokens, rows: int, seq_len: int, seed: int):
-        self.tokens, self.rows, self.seq_len, self.seed = tokens, rows, seq_len, seed
+    def __init__(self, tokens: Tokens, seq_len: int, seed: int):
+        self.tokens, self.seq_len, self.seed = tokens, seq_len, seed
         spare = len(tokens) - 1  # the last token is a target only
-        self.windows = max(1, (spare - seq_len + 1) // seq_len)
-        self.offsets = min(seq_len, spare - self.windows * seq_len + 1)
+        self.count = max(1, (spare - seq_len + 1) // seq_len)
+        self.offsets = min(seq_len, spare - self.count * seq_len + 1)
+        self._block = lru_cache(maxsize=4)(lambda i: self.starts(np.arange(i * BLOCK, (i + 1) * BLOCK)))
 
-    def starts(self, step: int) -> np.ndarray:
-        """First token of each row of batch `step`."""
-        ordinal = step * self.rows + np.arange(self.rows)
-        epochs, index = ordinal // self.windows, ordinal % self.windows
-        starts = np.empty(self.rows, np.int64)
+    def starts(self, ordinals: np.ndarray) -> np.ndarray:
+        """First token of each row, of which `ordinals` says the how-manieth since the beginning of training it is."""
+        epochs, index = ordinals // self.count, ordinals % self.count
+        starts = np.empty(len(ordinals), np.int64)
         for epoch in np.unique(epochs).tolist():
             here = epochs == epoch
             offset = int(key(self.seed, epoch, ROUNDS)[0] % np.uint64(self.offsets))
-            starts[here] = offset + self.seq_len * permute(index[here], self.windows, self.seed, epoch)
+            starts[here] = offset + self.seq_len * permute(index[here], self.count, self.seed, epoch)
         return starts
 
-    def batch(self, step: int) -> tuple[Tensor, Tensor]:
-        rows = np.stack([self.tokens.read(start, self.seq_len + 1) for start in self.starts(step).tolist()])
-        rows = torch.from_numpy(rows.astype(np.int64))
-        return rows[:, :-1], rows[:, 1:]
+    def rows(self, ordinals: np.ndarray) -> dict[str, np.ndarray]:
+        """Of ordinals in ascending order."""
+        blocks = ordinals // BLOCK  # many starts at once cost little more than a few
+        starts = [self._block(i)[ordinals[blocks == i] % BLOCK] for i in np.unique(blocks).tolist()]
+        rows = self.tokens.windows(np.concatenate(starts), self.seq_len + 1)
+        return {"tokens": rows[:, :-1], "targets": rows[:, 1:]}
+
+
+class Documents:
+    """Rows of whole documents side by side, none of which sees another ("documents").
+
+    A document longer than a row is cut into pieces of seq_len. Rows are packed in the order of the corpus, each filled
+    until the next piece does not fit, and an epoch visits them in an order of its own. What is left of a row is
+    padding: its targets are not counted, and it is a document of its own.
+    """
+
+    def __init__(self, tokens: Tokens, seq_len: int, seed: int, tokenizer: Tokenizer):
+        self.tokens, self.seq_len, self.seed = tokens, seq_len, seed
+        starts, ends = tokenizer.document_bounds(tokens)
+        pairs = ends - starts - 1  # inputs that have a target in their document
+        starts, pairs = starts[pairs > 0], pairs[pairs > 0]
+        if len(starts) == 0:
+            raise ValueError("packing=documents needs documents of 2 tokens or more, there are none")
+        cuts = -(-pairs // seq_len)
+        piece = np.arange(cuts.sum()) - np.repeat(np.cumsum(cuts) - cuts, cuts)  # number of the piece in its document
+        self.starts = np.repeat(starts, cuts) + seq_len * piece
+        self.lengths = np.minimum(np.repeat(pairs, cuts) - seq_len * piece, seq_len)
+        filled = np.cumsum(self.lengths)
+        firsts = [0]  # piece that each row begins with
+        while firsts[-1] < len(filled):
+            before = filled[firsts[-1] - 1] if firsts[-1] else 0
+            firsts.append(int(np.searchsorted(filled, before + seq_len, side="right")))
+        self.firsts = np.array(firsts)
+        self.count = len(firsts) - 1
+
+    def rows(self, ordinals: np.ndarray) -> dict[str, np.ndarray]:
+        shape = len(ordinals), self.seq_len
+        tokens, targets = np.zeros(shape, np.int64), np.full(shape, IGNORE, np.int64)
+        positions, documents = np.zeros(shape, np.int64), np.full(shape, -1, np.int64)
+        epochs, index = ordinals // self.count, ordinals % self.count
+        for epoch in np.unique(epochs).tolist():
+            here = np.flatnonzero(epochs == epoch)
+            packed = permute(index[here], self.count, self.seed, epoch)
+            for row, pack in zip(here.tolist(), packed.tolist(), strict=True):
+                at = 0
+                for number, piece in enumerate(range(self.firsts[pack], self.firsts[pack + 1])):
+                    n = int(self.lengths[piece])
+                    text = self.tokens.read(int(self.starts[piece]), n + 1)
+                    tokens[row, at : at + n], targets[row, at : at + n] = text[:-1], text[1:]
+                    positions[row, at : at + n], documents[row, at : at + n] = np.arange(n), number
+                    at += n
+        return {"tokens": tokens, "targets": targets, "token_positions": positions, "documents": documents}
+
+
+class Mixture:
+    """Rows from several sources, in shares that hold for any stretch of them: after n rows, n times a share each."""
+
+    UNITS = 2**20
+
+    def __init__(self, sources: list, weights: list[float]):
+        self.sources = sources
+        ends = np.round(np.cumsum(weights) / np.sum(weights) * self.UNITS).astype(np.int64)
+        self.units = np.diff(ends, prepend=0).tolist()
+        self.count = sum(source.count for source in sources)
+
+    def assign(self, ordinals: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Which source each row comes from, and its ordinal there: a closed formula, evenly spread.
+
+        The first source takes row n where floor(n * share) steps up; what it leaves is a row of the others' own.
+        """
+        which, index = np.empty_like(ordinals), ordinals.copy()
+        left, total = np.arange(len(ordinals)), self.UNITS
+        for k, units in enumerate(self.units):
+            n = index[left]
+            before, after = n * units // total, (n + 1) * units // total
+            taken = after > before
+            which[left[taken]], index[left[taken]] = k, before[taken]
+            left = left[~taken]
+            index[left] -= before[~taken]
+            total -= units
+            if len(left) == 0:
+                break
+        return which, index
+
+    def rows(self, ordinals: np.ndarray) -> dict[str, np.ndarray]:
+        which, index = self.assign(ordinals)
+        rows: dict[str, np.ndarray] = {}
+        for k in np.unique(which).tolist():
+            here = which == k
+            for name, some in self.sources[k].rows(index[here]).items():
+                rows.setdefault(name, np.empty((len(ordinals), *some.shape[1:]), some.dtype))[here] = some
+        return rows
+
+
+class Batches:
+    """batch(t) gives step t: tokens and targets (rows, seq_len), int64, and what else forward is to be told."""
+
+    def __init__(self, source: Windows | Documents | Mixture, rows: int):
+        self.source, self.rows = source, rows
+
+    def batch(self, step: int) -> dict[str, Tensor]:
+        ordinals = step * self.rows + np.arange(self.rows)
+        return {name: torch.from_numpy(some) for name, some in self.source.rows(ordinals).items()}
 
     def epoch(self, step: int) -> float:
         """Epochs done before step `step`."""
-        return step * self.rows / self.windows
+        return step * self.rows / self.source.count
+
+    def stream(self, start: int, end: int, device: torch.device) -> Iterator[dict[str, Tensor]]:
+        """Batches start .. end - 1 on a device; each is read, by a thread, while the one before it is worked on."""
+
+        def read(step: int) -> dict[str, Tensor]:
+            batch = self.batch(step)
+            return {n: x.pin_memory() for n, x in batch.items()} if device.type == "cuda" else batch
+
+        with ThreadPoolExecutor(1) as pool:
+            coming = pool.submit(read, start)
+            for step in range(start, end):
+                batch = coming.result()
+                if step + 1 < end:
+                    coming = pool.submit(read, step + 1)
+                yield {name: x.to(device, non_blocking=True) for name, x in batch.items()}
+
+
+def make_batches(corpus: Corpus, rows: int, seq_len: int, seed: int, packing: str = "stream") -> Batches:
+    """The batches of a corpus, or of several by their weights; packing "stream" or "documents"."""
+
+    def source(corpus: Corpus):
+        if packing == "documents":
+            return Documents(corpus.train, seq_len, seed, corpus.tokenizer)
+        return Windows(corpus.train, seq_len, seed)
+
+    if corpus.mixture:
+        sources = [source(part) for part, _ in corpus.mixture]
+        return Batches(Mixture(sources, [weight for _, weight in corpus.mixture]), rows)
+    return Batches(source(corpus), rows)

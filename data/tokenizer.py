@@ -8,41 +8,58 @@ import base64
 import codecs
 import hashlib
 import json
+import os
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 
 FILE = "vocabulary.json"
+END_OF_TEXT = "<|endoftext|>"
+DOWNLOAD_TIMEOUT = 30  # seconds without a byte
 
 
 class Tokenizer(ABC):
-    """Ids are 0 .. vocab_size - 1; of those made here, `end_of_text` is the last."""
+    """Ids are 0 .. vocab_size - 1; `end_of_text` is one of them."""
 
     kind: str
     vocab_size: int
+    end_of_text: int
 
     @abstractmethod
     def encode(self, text: str) -> np.ndarray:
-        """The ids of a text, int64."""
+        """The ids of a text, an array of integers; what looks like a special token in it is text."""
+
+    def encode_special(self, text: str) -> np.ndarray:
+        """The ids of a text in which the names of special tokens stand for these."""
+        return self.encode(text)
 
     @abstractmethod
     def token_bytes(self, token: int) -> bytes:
-        """What a token stands for; nothing, for end-of-text."""
+        """What a token stands for; nothing, for a special one."""
 
     @abstractmethod
     def vocabulary(self) -> dict:
         """All that tells this tokenizer from others, for JSON."""
 
-    @property
-    def end_of_text(self) -> int:
-        return self.vocab_size - 1
+    @abstractmethod
+    def to_json(self) -> str:
+        """A tokenizer.json for Hugging Face's tokenizers that gives the same ids."""
 
     def document(self, text: str) -> np.ndarray:
         """The ids of a whole document, one of many in a row: end-of-text follows it."""
-        return np.append(self.encode(text), self.end_of_text)
+        ids = self.encode(text)
+        return np.append(ids, ids.dtype.type(self.end_of_text))
+
+    def document_bounds(self, tokens) -> tuple[np.ndarray, np.ndarray]:
+        """First token of each document in a row of them (anything with len and find(token)), and the one behind it."""
+        ends = tokens.find(self.end_of_text) + 1
+        if len(ends) == 0 or ends[-1] < len(tokens):
+            ends = np.append(ends, len(tokens))  # one that was cut off
+        return np.concatenate([[0], ends[:-1]]), ends
 
     def prompt(self, text: str) -> list[int]:
         """The ids that a continuation of `text` starts from: at least one."""
@@ -83,15 +100,19 @@ class ByteTokenizer(Tokenizer):
 
     kind = "bytes"
     vocab_size = 257
+    end_of_text = 256
 
     def encode(self, text: str) -> np.ndarray:
-        return np.frombuffer(text.encode("utf-8"), np.uint8).astype(np.int64)
+        return np.frombuffer(text.encode("utf-8"), np.uint8).astype(np.uint16)
 
     def token_bytes(self, token: int) -> bytes:
         return bytes([token]) if token < 256 else b""
 
     def vocabulary(self) -> dict:
         return {"kind": self.kind}
+
+    def to_json(self) -> str:
+        return _byte_level_json([bytes([byte]) for byte in range(256)], [], {END_OF_TEXT: self.end_of_text}, None)
 
 
 class CharacterTokenizer(Tokenizer):
@@ -102,16 +123,23 @@ class CharacterTokenizer(Tokenizer):
     def __init__(self, characters: str):
         self.characters = "".join(sorted(set(characters)))
         self.vocab_size = len(self.characters) + 1
-        self.ids = {character: i for i, character in enumerate(self.characters)}
+        self.end_of_text = len(self.characters)
+        codes = self._codes(self.characters)
+        self.ids = np.full(codes.max(initial=0) + 2, self.vocab_size, np.uint32)  # by code; the last: all beyond
+        self.ids[codes] = np.arange(len(codes))
+
+    @staticmethod
+    def _codes(text: str) -> np.ndarray:
+        return np.frombuffer(text.encode("utf-32-le"), np.uint32)
 
     def encode(self, text: str) -> np.ndarray:
-        try:
-            return np.array([self.ids[character] for character in text], np.int64)
-        except KeyError:
+        ids = self.ids[np.minimum(self._codes(text), len(self.ids) - 1)]
+        if (ids == self.vocab_size).any():
             unknown = "".join(sorted(set(text) - set(self.characters)))[:20]
             raise ValueError(
                 f"characters that the tokenizer has not seen: {unknown!r}; tokenizer=bytes or bpe knows all"
-            ) from None
+            )
+        return ids
 
     def token_bytes(self, token: int) -> bytes:
         return self.characters[token].encode("utf-8") if token < len(self.characters) else b""
@@ -119,54 +147,140 @@ class CharacterTokenizer(Tokenizer):
     def vocabulary(self) -> dict:
         return {"kind": self.kind, "characters": self.characters}
 
+    def to_json(self) -> str:
+        from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+
+        ids = {character: id for id, character in enumerate(self.characters)}
+        other = Tokenizer(models.WordLevel({**ids, END_OF_TEXT: self.end_of_text}, END_OF_TEXT))
+        other.pre_tokenizer = pre_tokenizers.Split(Regex("(?m:.)"), "isolated")  # m: a line break is a character too
+        other.decoder = decoders.Fuse()
+        other.add_special_tokens([END_OF_TEXT])
+        return other.to_str()
+
 
 class BPETokenizer(Tokenizer):
     """Byte-pair encoding ("Neural Machine Translation of Rare Words with Subword Units", 2015), run by tiktoken.
 
-    `ranks` holds the bytes of each token in the order in which they were merged, `pattern` the regular expression that
-    cuts text into pieces first; no token crosses a piece.
+    `ranks` holds the bytes of each token in the order in which they were merged; `pattern` is the regular expression
+    that cuts text into pieces first, which no token crosses; `special` gives ids to names, the first is end-of-text.
     """
 
     kind = "bpe"
 
-    def __init__(self, ranks: list[bytes], pattern: str):
+    def __init__(self, ranks: list[bytes], pattern: str, special: dict[str, int]):
         import tiktoken
 
-        self.ranks, self.pattern = ranks, pattern
-        self.vocab_size = len(ranks) + 1
+        self.ranks, self.pattern, self.special = ranks, pattern, special
+        self.end_of_text = next(iter(special.values()))
+        self.vocab_size = max([len(ranks) - 1, *special.values()]) + 1
         self.encoding = tiktoken.Encoding(
             name="inkling",
             pat_str=pattern,
             mergeable_ranks={token: rank for rank, token in enumerate(ranks)},
-            special_tokens={"<|endoftext|>": len(ranks)},
+            special_tokens=special,
         )
 
     def encode(self, text: str) -> np.ndarray:
-        # encode_ordinary: text that looks like a special token is text
-        return np.array(self.encoding.encode_ordinary(text), np.int64)
+        return self.encoding.encode_to_numpy(text, disallowed_special=())  # what looks special is text
+
+    def encode_special(self, text: str) -> np.ndarray:
+        return self.encoding.encode_to_numpy(text, allowed_special="all")
 
     def token_bytes(self, token: int) -> bytes:
         return self.ranks[token] if token < len(self.ranks) else b""
 
     def vocabulary(self) -> dict:
         ranks = [base64.b64encode(token).decode() for token in self.ranks]
-        return {"kind": self.kind, "pattern": self.pattern, "ranks": ranks}
+        return {"kind": self.kind, "pattern": self.pattern, "ranks": ranks, "special": self.special}
+
+    def merges(self) -> Iterator[tuple[bytes, bytes]]:
+        """The two tokens that each longer one was merged from, in order."""
+        rank = {token: i for i, token in enumerate(self.ranks)}
+        for i, token in enumerate(self.ranks):
+            if len(token) == 1:
+                continue
+            parts = [bytes([byte]) for byte in token]
+            while len(parts) > 2:  # as an encoder would that knows no token from i on
+                pairs = [rank.get(a + b, i) for a, b in pairwise(parts)]
+                if (best := min(pairs)) >= i:
+                    break
+                at = pairs.index(best)
+                parts[at : at + 2] = [parts[at] + parts[at + 1]]
+            if len(parts) == 2:  # else a token that merges cannot reach, only a whole piece
+                yield parts[0], parts[1]
+
+    def to_json(self) -> str:
+        return _byte_level_json(self.ranks, self.merges(), self.special, self.pattern)
+
+
+def train_bpe(texts: Iterable[str], vocab_size: int, pattern: str, special: list[str]) -> BPETokenizer:
+    """Learns vocab_size - len(special) tokens from texts; the special ones come after them."""
+    import rustbpe
+
+    n = vocab_size - len(special)
+    trainer = rustbpe.Tokenizer()
+    trainer.train_from_iterator(iter(texts), n, pattern=pattern)
+    ranks = sorted(trainer.get_mergeable_ranks(), key=lambda pair: pair[1])
+    if len(ranks) < n:
+        raise ValueError(
+            f"tokenizer.vocab_size {vocab_size} is more than this text can give: "
+            f"it holds {len(ranks) + len(special)} tokens, special ones included; ask for at most that"
+        )
+    return BPETokenizer([bytes(token) for token, _ in ranks], pattern, {name: n + i for i, name in enumerate(special)})
+
+
+def named_encoding(name: str) -> BPETokenizer:
+    """One of tiktoken's encodings, such as gpt2, cl100k_base and o200k_base.
+
+    Its file is downloaded once, into TIKTOKEN_CACHE_DIR where that is set; ValueError says which one to bring if there
+    is no network, after a bounded wait.
+    """
+    import requests
+    import tiktoken
+    import tiktoken.load
+
+    asked: list[str] = []
+
+    def read(url: str) -> bytes:  # tiktoken's own would wait for ever behind a silent proxy
+        asked.append(url)
+        response = requests.get(url, timeout=DOWNLOAD_TIMEOUT)
+        response.raise_for_status()
+        return response.content
+
+    if name not in tiktoken.list_encoding_names():
+        raise ValueError(f"tiktoken has no encoding {name}: there are {', '.join(tiktoken.list_encoding_names())}")
+    original, tiktoken.load.read_file = tiktoken.load.read_file, read
+    try:
+        encoding = tiktoken.get_encoding(name)
+    except requests.RequestException as error:
+        folder = os.environ.get("TIKTOKEN_CACHE_DIR", "a folder that TIKTOKEN_CACHE_DIR names")
+        raise ValueError(
+            f"the encoding {name} needs {asked[-1]}, which cannot be fetched ({type(error).__name__}): bring that file "
+            f"as {folder}/{hashlib.sha1(asked[-1].encode()).hexdigest()}, or take tokenizer=bpe, bytes or chars, "
+            "which need no network"
+        ) from error
+    finally:
+        tiktoken.load.read_file = original
+    ranks = sorted(encoding._mergeable_ranks.items(), key=lambda pair: pair[1])
+    special = dict(sorted(encoding._special_tokens.items(), key=lambda item: item[0] != END_OF_TEXT))
+    return BPETokenizer([token for token, _ in ranks], encoding._pat_str, special)
 
 
 class JSONTokenizer(Tokenizer):
     """Another model's tokenizer.json, run by Hugging Face's tokenizers.
 
-    `content` is that file, `beginning` the id that its model has seen before every text, `ends` those that may follow
-    one. Its normalizer decides whether a text comes back exactly: many drop a space at the start.
+    `content` is that file, `beginning` the id that its model has seen before every text, if any, `ends` those that may
+    follow one. Its normalizer decides whether a text comes back exactly: many drop a space at the start.
     """
 
     kind = "json"
     FILE = "tokenizer.json"
 
-    def __init__(self, content: str, beginning: int, ends: list[int]):
+    def __init__(self, content: str, beginning: int | None, ends: list[int]):
         import tokenizers
 
         self.content, self.beginning, self.ends = content, beginning, ends
+        self.end_of_text = ends[0]
         try:
             self.tokenizer = tokenizers.Tokenizer.from_str(content)
         except Exception as error:  # the library has no kind of its own
@@ -175,7 +289,7 @@ class JSONTokenizer(Tokenizer):
         self.tokenizer.no_padding()
         self.tokenizer.encode_special_tokens = True  # text that looks like a special token is text
         self.vocab_size = max(self.tokenizer.get_vocab(with_added_tokens=True).values()) + 1
-        for id in (beginning, *ends):
+        for id in self.stops:
             if not 0 <= id < self.vocab_size:
                 raise ValueError(f"special tokens must be ids below {self.vocab_size}, got {id}")
         self.added = self.tokenizer.get_added_tokens_decoder()
@@ -183,21 +297,36 @@ class JSONTokenizer(Tokenizer):
         self.byte_level = '"ByteLevel"' in json.dumps(json.loads(content).get("decoder"))
 
     @property
-    def end_of_text(self) -> int:
-        return self.ends[0]
-
-    @property
     def stops(self) -> set[int]:
-        return {self.beginning, *self.ends}
+        return {*self.ends} | ({self.beginning} if self.beginning is not None else set())
 
     def encode(self, text: str) -> np.ndarray:
         text.encode("utf-8")  # half a surrogate pair is a ValueError here, and worse there
-        return np.array(self.tokenizer.encode(text, add_special_tokens=False).ids, np.int64)
+        return np.array(self.tokenizer.encode(text, add_special_tokens=False).ids, np.uint32)
+
+    def encode_special(self, text: str) -> np.ndarray:
+        self.tokenizer.encode_special_tokens = False
+        try:
+            return self.encode(text)
+        finally:
+            self.tokenizer.encode_special_tokens = True
 
     def document(self, text: str) -> np.ndarray:
-        return np.array(self.prompt(text), np.int64)
+        if self.beginning is None:
+            return super().document(text)
+        return np.append(np.uint32(self.beginning), self.encode(text))
+
+    def document_bounds(self, tokens) -> tuple[np.ndarray, np.ndarray]:
+        if self.beginning is None:
+            return super().document_bounds(tokens)
+        starts = tokens.find(self.beginning)
+        if len(starts) == 0 or starts[0] > 0:
+            starts = np.concatenate([[0], starts])
+        return starts, np.append(starts[1:], len(tokens))
 
     def prompt(self, text: str) -> list[int]:
+        if self.beginning is None:
+            return super().prompt(text)
         return [self.beginning, *self.encode(text).tolist()]
 
     def token_bytes(self, token: int) -> bytes:
@@ -236,9 +365,47 @@ class JSONTokenizer(Tokenizer):
             "sha256": hashlib.sha256(self.content.encode()).hexdigest(),
         }
 
+    def to_json(self) -> str:
+        return self.content
+
     def save(self, folder: Path):
         super().save(folder)
         (folder / self.FILE).write_text(self.content, encoding="utf-8")
+
+
+def read_json(path: str | Path, beginning: str | None, end_of_text: str) -> JSONTokenizer:
+    """The tokenizer of a tokenizer.json, whose special tokens are given by name."""
+    try:
+        content = Path(path).read_text(encoding="utf-8")
+        names = {token["content"]: token["id"] for token in json.loads(content)["added_tokens"]}
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is no tokenizer.json that can be read: {error}") from error
+    for name in (beginning, end_of_text):
+        if name is not None and name not in names:
+            raise ValueError(f"{path} has no special token {name}: there are {', '.join(names)}")
+    return JSONTokenizer(content, None if beginning is None else names[beginning], [names[end_of_text]])
+
+
+def _byte_level_json(
+    ranks: list[bytes], merges: Iterable[tuple[bytes, bytes]], special: dict[str, int], pattern: str | None
+) -> str:
+    """A tokenizer.json over bytes that are spelled as GPT-2 spells them."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+
+    alphabet = _byte_level_alphabet()
+
+    def spell(token: bytes) -> str:
+        return "".join(alphabet[byte] for byte in token)
+
+    vocabulary = {spell(token): id for id, token in enumerate(ranks)} | special
+    pairs = [(spell(a), spell(b)) for a, b in merges]
+    other = Tokenizer(models.BPE(vocabulary, pairs, ignore_merges=True))
+    cut = [] if pattern is None else [pre_tokenizers.Split(Regex(pattern), "isolated")]
+    spelled = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    other.pre_tokenizer = pre_tokenizers.Sequence([*cut, spelled])
+    other.decoder = decoders.ByteLevel()
+    other.add_special_tokens(list(special))
+    return other.to_str()
 
 
 def _byte_level_alphabet() -> list[str]:
@@ -246,21 +413,6 @@ def _byte_level_alphabet() -> list[str]:
     prints = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in prints]
     return [chr(byte) if byte in prints else chr(256 + others.index(byte)) for byte in range(256)]
-
-
-def train_bpe(texts: Iterable[str], vocab_size: int, pattern: str) -> BPETokenizer:
-    """Learns vocab_size - 1 tokens from texts; the last is end-of-text."""
-    import rustbpe
-
-    trainer = rustbpe.Tokenizer()
-    trainer.train_from_iterator(iter(texts), vocab_size - 1, pattern=pattern)
-    ranks = sorted(trainer.get_mergeable_ranks(), key=lambda pair: pair[1])
-    if len(ranks) < vocab_size - 1:
-        raise ValueError(
-            f"tokenizer.vocab_size {vocab_size} is more than this text can give: "
-            f"it holds {len(ranks) + 1} tokens, end-of-text included; ask for at most that"
-        )
-    return BPETokenizer([bytes(token) for token, _ in ranks], pattern)
 
 
 def load_tokenizer(folder: str | Path) -> Tokenizer:
@@ -276,4 +428,5 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
     if vocabulary["kind"] == "json":
         content = (Path(folder) / JSONTokenizer.FILE).read_text(encoding="utf-8")
         return JSONTokenizer(content, vocabulary["beginning"], vocabulary["ends"])
-    return BPETokenizer([base64.b64decode(token) for token in vocabulary["ranks"]], vocabulary["pattern"])
+    ranks = [base64.b64decode(token) for token in vocabulary["ranks"]]
+    return BPETokenizer(ranks, vocabulary["pattern"], vocabulary.get("special", {END_OF_TEXT: len(ranks)}))

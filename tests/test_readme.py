@@ -1,22 +1,24 @@
 """Every command of the README runs: here in miniature, with its own overrides and small ones."""
 
+import json
 import re
 import shlex
 import shutil
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
 from conf.entry import REPOSITORY
+from conf.schema import Prepare
 
 README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
-COMMANDS = [
-    line.split(" #")[0].strip()
-    for block in re.findall(r"```sh\n(.*?)```", README, re.DOTALL)
-    for line in block.splitlines()
-    if line.strip()
+LINES = [
+    line for block in re.findall(r"```sh\n(.*?)```", README, re.DOTALL) for line in block.splitlines() if line.strip()
 ]
+COMMANDS = [line.split(" #")[0].strip() for line in LINES if "# network" not in line]
+NETWORK = [line.split(" #")[0].strip() for line in LINES if "# network" in line]
 TRAIN = ["steps=6", "batch_tokens=256", "seq_len=64", "schedule.warmup=2", "evaluation_tokens=512"]
 TRAIN += [
     "model.d_model=16",
@@ -39,9 +41,16 @@ def trained(tmp_path_factory, llama_tokenizer):
         text = "".join(f"{name} wrote {i} letters to {i + 1} friends.\n" for i in range(60))
         (folder / "books" / f"{name}.txt").write_text(text)
     save_a_llama(folder / "llama", llama_tokenizer)
+    (folder / "notes").mkdir()
+    text = (folder / "books" / "emma.txt").read_text()
+    (folder / "notes" / "a.jsonl").write_text("\n".join(json.dumps({"body": text + str(i)}) for i in range(20)))
+    (folder / "tokens").mkdir()
+    np.tile(np.arange(257, dtype=np.uint16), 20).tofile(folder / "tokens" / "a.ds")
     small = [*TRAIN, *TEXT, "steps=3", "hydra.run.dir=runs/20260101-000000-inkling-000000"]
     run(folder, [str(REPOSITORY / "train.py"), *small])
     (folder / "runs" / "NAME").symlink_to("20260101-000000-inkling-000000")
+    for name in "AB":
+        (folder / "corpora" / name).symlink_to(next((folder / "corpora").glob("files-*")).name)
     return folder
 
 
@@ -72,12 +81,12 @@ def miniature(command: str) -> list[str]:
         own = words[1:]
         ours = [] if {"--help", "experiment=smoke"} & set(own) else [*TRAIN, *TEXT]
         taken = {word.split("=")[0] for word in own}
-        if "tokenizer=bytes" in own:
+        if "tokenizer=bytes" in own or "data=mixture" in own:
             taken.add("tokenizer.vocab_size")
         own = ["steps=6" if word.startswith("steps=") else word for word in own]
         return [str(REPOSITORY / "train.py"), *own, *(word for word in ours if word.split("=")[0] not in taken)]
     if words[1] == "scripts.prepare":
-        return [*words, *TEXT[:2]]
+        return [*words, *TEXT[: 2 if "tokenizer=bytes" in words else 3]]
     return words
 
 
@@ -89,6 +98,17 @@ def test_there_are_commands():
 def test_the_command_works(folder, command):
     arguments = miniature(command)
     assert run(folder, arguments)
+
+
+@pytest.mark.parametrize("command", NETWORK)
+def test_what_needs_the_network_composes(settings, command):
+    program, *words = shlex.split(command)
+    assert program == "python"
+    if words[0] == "train.py":
+        settings(*words[1:])
+    else:
+        assert words[:2] == ["-m", "scripts.prepare"]
+        settings(*(word for word in words[2:] if word != "merge"), config="prepare", kind=Prepare)
 
 
 @pytest.mark.parametrize("command", [c for c in COMMANDS if not c.startswith("python")])

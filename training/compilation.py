@@ -9,19 +9,20 @@ from model.gpt import GPT
 
 
 def compile_forward(
-    model: GPT, tokens: Tensor, targets: Tensor, autocast: torch.autocast, warn: Callable[[str], None]
+    model: GPT, batch: dict[str, Tensor], autocast: torch.autocast, warn: Callable[[str], None]
 ) -> Callable:
-    """A compiled model(tokens, targets=targets) for exactly these shapes, tried out; the model itself if that fails.
+    """A compiled model(**batch) for exactly these shapes, tried out; the model itself if that fails.
 
     The model stays as it is, for evaluation and sampling in other shapes, and shares its weights with the result. The
     trial leaves no gradient and draws no random number.
     """
     compiled = torch.compile(model, dynamic=False)
-    devices = [tokens.device] if tokens.device.type == "cuda" else []
+    device = batch["tokens"].device
+    devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices):
         try:
             with autocast:
-                loss, _ = compiled(tokens, targets=targets)
+                loss, _ = compiled(**batch)
             loss.backward()
         except Exception as error:  # of many kinds: no compiler, no headers, an operation that is not covered
             reason = next(iter(str(error).splitlines()), "")

@@ -12,25 +12,25 @@ def train_step(
     forward: Callable,
     optimizer: torch.optim.Optimizer,
     scaler: torch.amp.GradScaler,
-    tokens: Tensor,
-    targets: Tensor,
+    batch: dict[str, Tensor],
     *,
     micro_batch: int,
     lr: float,
     clip: float,
     autocast: torch.autocast,
 ) -> tuple[Tensor, Tensor]:
-    """Forward, backward and update over a whole batch (rows, s), micro_batch rows at a time.
+    """Forward, backward and update over a whole batch, micro_batch rows at a time.
 
-    `forward` is the model, compiled or not. Each piece's summed loss is divided by the number of targets of the whole
-    batch, counted beforehand, so that the gradient is that of the batch's mean whatever the cut. Returns the mean loss
-    in nats and the norm of the gradient before clipping, as tensors: whoever prints them pays for waiting.
+    `forward` is the model, compiled or not; `batch` holds what it is told, each (rows, s): tokens, targets, and what
+    else there is. Each piece's summed loss is divided by the number of targets of the whole batch, counted beforehand,
+    so that the gradient is that of the batch's mean whatever the cut. Returns the mean loss in nats and the norm of the
+    gradient before clipping, as tensors: whoever prints them pays for waiting.
     """
-    count = (targets != IGNORE).sum()
-    total = torch.zeros((), device=tokens.device)
-    for some_tokens, some_targets in zip(tokens.split(micro_batch), targets.split(micro_batch), strict=True):
+    count = (batch["targets"] != IGNORE).sum()
+    total = torch.zeros((), device=count.device)
+    for pieces in zip(*(rows.split(micro_batch) for rows in batch.values()), strict=True):
         with autocast:
-            loss, _ = forward(some_tokens, targets=some_targets)
+            loss, _ = forward(**dict(zip(batch, pieces, strict=True)))
         scaler.scale(loss / count).backward()
         total += loss.detach()
 

@@ -55,7 +55,7 @@ def test_an_empty_folder_survives_a_mistake(tmp_path):
 def test_help_explains_itself():
     result = command(TRAIN, "--help")
     assert result.returncode == 0
-    for word in ("python train.py", "experiment: smoke", "d_model: ", "resume=auto"):
+    for word in ("python train.py", "experiment: ", "d_model: ", "resume=auto"):
         assert word in result.stdout
 
 

@@ -22,7 +22,14 @@ def choices(group: str) -> list[str]:
 
 GROUPS = [path.name for path in CONF.iterdir() if path.is_dir() and path.name != "__pycache__"]
 EVERY_YAML = [f"{group}={name}" for group in GROUPS for name in choices(group)]
-NEEDS = {"data=files": ["data.paths=[README.md]"]}
+NEEDS = {
+    "data=files": ["data.paths=[README.md]"],
+    "data=tokens": ["data.paths=[a.ds]"],
+    "data=hub": ["data.repo=owner/name"],
+    "data=mixture": ["data.corpora={corpora/a: 0.5, corpora/b: 0.5}"],
+    "tokenizer=json": ["tokenizer.path=tokenizer.json"],
+    "tokenizer=saved": ["tokenizer.path=corpora/a/tokenizer"],
+}
 
 
 @pytest.mark.parametrize("override", EVERY_YAML)
@@ -84,6 +91,16 @@ def test_the_scripts_settings_compose(settings):
         ("compile=perhaps", "compile must be auto, true or false"),
         ("schedule.warmup=1000000", "schedule.warmup must be below steps"),
         ("data=files", "data=files needs data.paths"),
+        ("data=tokens", "data=tokens needs data.paths"),
+        ("data=mixture", "data=mixture needs data.corpora"),
+        ("data=hub", "data=hub needs data.repo"),
+        ("tokenizer=json", "tokenizer=json needs tokenizer.path"),
+        ("tokenizer=saved", "tokenizer=saved needs tokenizer.path"),
+        (["tokenizer=tiktoken", "tokenizer.encoding=null"], "needs tokenizer.encoding"),
+        ("data.separator=''", "data.separator must hold at least one character"),
+        ("data.encoding_errors=ignore", "data.encoding_errors must be one of strict, replace, got ignore"),
+        ("tokenizer.special=[]", "tokenizer.special must be different names"),
+        ("packing=rows", "packing must be one of stream, documents, got rows"),
         ("tokenizer.vocab_size=null", "needs tokenizer.vocab_size"),
     ],
 )

@@ -1,21 +1,16 @@
 import numpy as np
 import pytest
+import torch
 
-from data.batches import Batches, permute
+from data.batches import IGNORE, Batches, Documents, Mixture, Windows, permute
+from data.corpus import Tokens
+from data.tokenizer import ByteTokenizer
+from model import functional
 
 
-class Row:
-    """Tokens that name their own place."""
-
-    def __init__(self, n: int):
-        self.n = n
-
-    def __len__(self):
-        return self.n
-
-    def read(self, start, length):
-        assert 0 <= start and start + length <= self.n
-        return np.arange(start, start + length)
+def row(n: int) -> Tokens:
+    """Tokens that name their own place, in three arrays."""
+    return Tokens(np.array_split(np.arange(n), 3))
 
 
 def test_the_permutation_is_a_bijection_for_every_size():
@@ -37,30 +32,140 @@ def test_a_billion_windows_cost_nothing():
     assert len(set(out.tolist())) == 1000 and out.min() >= 0 and out.max() < 10**9
 
 
-@pytest.mark.parametrize(("n", "seq_len", "rows"), [(101, 10, 3), (100, 7, 4), (11, 10, 2), (12, 10, 2), (500, 16, 1)])
-def test_an_epoch_visits_each_window_once(n, seq_len, rows):
-    batches = Batches(Row(n), rows, seq_len, seed=3)
-    starts = np.concatenate([batches.starts(step) for step in range(3 * batches.windows)])
+@pytest.mark.parametrize(("n", "seq_len"), [(101, 10), (100, 7), (11, 10), (12, 10), (500, 16)])
+def test_an_epoch_visits_each_window_once(n, seq_len):
+    windows = Windows(row(n), seq_len, seed=3)
+    starts = windows.starts(np.arange(3 * windows.count))
     for epoch in range(3):
-        visited = np.sort(starts[epoch * batches.windows : (epoch + 1) * batches.windows])
+        visited = np.sort(starts[epoch * windows.count : (epoch + 1) * windows.count])
         assert (np.diff(visited) == seq_len).all()  # side by side: none twice, none left out
-    for step in range(3 * batches.windows):
-        batches.batch(step)  # and all of them lie inside the text
+    rows = windows.rows(np.arange(3 * windows.count))  # and all of them lie inside the text
+    assert (rows["tokens"] == starts[:, None] + np.arange(seq_len)).all()
+    assert (rows["targets"] == rows["tokens"] + 1).all()
 
 
 def test_a_batch_is_a_function_of_seed_and_step():
     def make(seed=0, rows=4):
-        return Batches(Row(1000), rows, 10, seed)
+        return Batches(Windows(row(1000), 10, seed), rows)
 
-    tokens, targets = make().batch(7)
-    again, _ = make().batch(7)
-    assert (tokens == again).all()
-    assert (targets == tokens + 1).all()
-    assert (make(seed=1).batch(7)[0] != tokens).any()
-    halves = [make(rows=2).batch(step)[0] for step in (14, 15)]  # the order does not depend on the batch's size
-    assert (np.concatenate(halves) == tokens.numpy()).all()
+    batch = make().batch(7)
+    assert (batch["tokens"] == make().batch(7)["tokens"]).all()
+    assert (make(seed=1).batch(7)["tokens"] != batch["tokens"]).any()
+    halves = [make(rows=2).batch(step)["tokens"] for step in (14, 15)]  # the order does not depend on the batch's size
+    assert (torch.cat(halves) == batch["tokens"]).all()
 
 
 def test_epochs_begin_at_different_offsets():
-    batches = Batches(Row(1000), 1, 10, seed=0)
-    assert len({int(batches.starts(epoch * batches.windows)[0]) % 10 for epoch in range(20)}) > 3
+    windows = Windows(row(1000), 10, seed=0)
+    assert len({int(windows.starts(np.array([epoch * windows.count]))[0]) % 10 for epoch in range(20)}) > 3
+
+
+def test_a_stream_is_the_batches_in_order():
+    batches = Batches(Windows(row(1000), 10, 0), 4)
+    found = list(batches.stream(3, 9, torch.device("cpu")))
+    assert len(found) == 6
+    for step, batch in enumerate(found, 3):
+        assert all(torch.equal(batch[name], some) for name, some in batches.batch(step).items())
+
+
+# --- packed documents -----------------------------------------------------------------------------------------------
+
+LENGTHS = [3, 1, 8, 25, 2, 7, 12, 4, 9, 30, 5]
+
+
+def packed(seq_len=10):
+    """Documents whose tokens are 100 d + place, each ended by 9999."""
+
+    class Ended:
+        end_of_text = 9999
+        document_bounds = ByteTokenizer.document_bounds
+
+    text = [np.append(100 * d + np.arange(n - 1), 9999) for d, n in enumerate(LENGTHS)]
+    return Documents(Tokens(np.array_split(np.concatenate(text), 4)), seq_len, 0, Ended())
+
+
+def test_an_epoch_of_packed_rows_holds_every_pair_of_every_document_once():
+    documents = packed()
+    expected = [
+        (100 * d + i, 100 * d + i + 1 if i + 2 < n else 9999) for d, n in enumerate(LENGTHS) for i in range(n - 1)
+    ]
+    for epoch in range(3):
+        rows = documents.rows(np.arange(documents.count) + epoch * documents.count)
+        counted = rows["targets"] != IGNORE
+        pairs = list(zip(rows["tokens"][counted].tolist(), rows["targets"][counted].tolist(), strict=True))
+        assert sorted(pairs) == sorted(expected)
+    assert counted.mean() > 0.75  # well filled
+
+
+def test_positions_restart_with_each_document_and_padding_is_one_of_its_own():
+    documents = packed()
+    rows = documents.rows(np.arange(documents.count))
+    for tokens, targets, positions, numbers in zip(*(rows[name] for name in rows), strict=True):
+        for number in set(numbers.tolist()):
+            here = numbers == number
+            if number == -1:
+                assert (targets[here] == IGNORE).all()
+                continue
+            assert positions[here].tolist() == list(range(here.sum()))
+            assert len({token // 100 for token in tokens[here]}) == 1  # of one document
+            assert (np.diff(tokens[here]) == 1).all()
+
+
+def test_whole_documents_stay_whole_where_they_fit():
+    documents = packed(seq_len=29)
+    rows = documents.rows(np.arange(documents.count))
+    found = [
+        len(set(rows["documents"][row][rows["tokens"][row] // 100 == d].tolist()))
+        for d in range(1, len(LENGTHS))
+        for row in range(documents.count)
+        if ((rows["tokens"][row] // 100 == d) & (rows["documents"][row] >= 0)).any()
+    ]
+    assert set(found) == {1}
+
+
+def test_a_packed_row_gives_the_logits_and_the_loss_of_its_documents_alone(small):
+    documents, model = packed(seq_len=16), small(vocab_size=10_000)
+    rows = {name: torch.from_numpy(some) for name, some in documents.rows(np.arange(documents.count)).items()}
+    targets = rows.pop("targets")
+    logits, total = model(**rows), 0.0
+    for row in range(documents.count):
+        for number in rows["documents"][row].unique().tolist():
+            here = rows["documents"][row] == number
+            if number >= 0:
+                alone = model(rows["tokens"][row, here][None])
+                torch.testing.assert_close(logits[row, here], alone[0], rtol=0, atol=1e-10)
+                total += model(rows["tokens"][row, here][None], targets=targets[row, here][None])[0]
+    loss, count = model(**rows, targets=targets)
+    torch.testing.assert_close(loss, total)
+    assert count == (targets != IGNORE).sum() == sum(n - 1 for n in LENGTHS)
+
+
+def test_what_is_not_counted_is_what_the_model_does_not_count():
+    assert IGNORE == functional.IGNORE
+
+
+# --- mixtures -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("weights", [[1.0], [0.7, 0.3], [5, 3, 2], [0.01, 0.99], [1, 1, 1, 1]])
+def test_a_mixture_keeps_its_shares_over_any_stretch_and_skips_no_row(weights):
+    sources = [Windows(Tokens([np.arange(1000) + 10_000 * k]), 10, seed=0) for k in range(len(weights))]
+    mixture = Mixture(sources, weights)
+    which, index = mixture.assign(np.arange(5000))
+    for k, weight in enumerate(weights):
+        share = weight / sum(weights)
+        assert index[which == k].tolist() == list(range((which == k).sum()))  # its own rows, each once, in order
+        counts = np.cumsum(which == k)
+        assert (np.abs(counts - share * np.arange(1, 5001)) < len(weights)).all()
+    far, _ = mixture.assign(np.arange(10**12, 10**12 + 1000))  # no row before it is looked at
+    assert abs((far == 0).mean() - weights[0] / sum(weights)) < 0.01
+    rows = mixture.rows(np.arange(500))
+    assert ((rows["tokens"] // 10_000)[:, 0] == which[:500]).all()
+
+
+def test_reading_windows_is_reading_one_by_one():
+    tokens = Tokens(np.array_split(np.arange(997) % 251, 7))
+    starts = np.random.default_rng(0).integers(0, 997 - 40, 200)
+    assert np.array_equal(tokens.windows(starts, 40), np.stack([tokens.read(s, 40) for s in starts.tolist()]))
+    tiny = Tokens([np.arange(3), np.arange(3, 50)])  # the first is shorter than a window
+    assert np.array_equal(tiny.windows(np.array([0, 2, 10]), 10)[:, 0], [0, 2, 10])

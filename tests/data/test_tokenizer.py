@@ -1,11 +1,23 @@
+import base64
+import hashlib
 import json
 
 import numpy as np
 import pytest
+import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data.tokenizer import BPETokenizer, ByteTokenizer, CharacterTokenizer, JSONTokenizer, load_tokenizer, train_bpe
+from data.tokenizer import (
+    BPETokenizer,
+    ByteTokenizer,
+    CharacterTokenizer,
+    JSONTokenizer,
+    load_tokenizer,
+    named_encoding,
+    read_json,
+    train_bpe,
+)
 
 PATTERN = r"[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,2}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s+"
 
@@ -13,7 +25,7 @@ TEXT = "To be, or not to be: that is the question. " * 20 + "naïve café 💡 <
 TOKENIZERS = {
     "bytes": ByteTokenizer(),
     "chars": CharacterTokenizer(TEXT),
-    "bpe": train_bpe([TEXT], 300, PATTERN),
+    "bpe": train_bpe([TEXT], 300, PATTERN, ["<|endoftext|>"]),
 }
 every_tokenizer = pytest.mark.parametrize("tokenizer", TOKENIZERS.values(), ids=TOKENIZERS)
 
@@ -49,7 +61,9 @@ def test_a_saved_tokenizer_is_the_same_tokenizer(tokenizer, tmp_path):
 
 
 def test_fingerprints_tell_tokenizers_apart():
-    assert len({t.fingerprint() for t in [*TOKENIZERS.values(), train_bpe([TEXT], 299, PATTERN)]}) == 4
+    assert (
+        len({t.fingerprint() for t in [*TOKENIZERS.values(), train_bpe([TEXT], 299, PATTERN, ["<|endoftext|>"])]}) == 4
+    )
 
 
 def test_bpe_learns_what_is_frequent():
@@ -69,7 +83,18 @@ def test_tiktoken_and_the_trainer_agree():
 
 def test_a_vocabulary_that_the_text_cannot_fill_is_refused_with_the_numbers():
     with pytest.raises(ValueError, match=r"vocab_size 5000.*ask for at most"):
-        train_bpe(["abab"], 5000, PATTERN)
+        train_bpe(["abab"], 5000, PATTERN, ["<|endoftext|>"])
+
+
+def test_special_tokens_come_last_and_are_tokens_only_where_asked_for():
+    tokenizer = train_bpe([TEXT], 302, PATTERN, ["<|endoftext|>", "<|user|>", "<|bot|>"])
+    assert tokenizer.vocab_size == 302
+    assert tokenizer.special == {"<|endoftext|>": 299, "<|user|>": 300, "<|bot|>": 301}
+    text = "<|user|>To be?<|bot|>Not."
+    assert tokenizer.encode(text).max() < 299
+    asked = tokenizer.encode_special(text).tolist()
+    assert asked[0] == 300 and asked.count(301) == 1
+    assert tokenizer.decode(asked) == "To be?Not."
 
 
 def test_unknown_characters_are_listed():
@@ -186,3 +211,141 @@ def test_anothers_saved_tokenizer_is_the_same_tokenizer(other, tmp_path):
     assert np.array_equal(again.encode(TEXT), other.encode(TEXT))
     assert again.stops == other.stops
     assert JSONTokenizer(other.content, 3, other.ends).fingerprint() != other.fingerprint()
+
+
+# --- what others make of the same vocabulary -------------------------------------------------------------------------
+
+TRICKY = [
+    "",
+    " ",
+    "    leading and trailing   ",
+    "\n\n\r\n\t \n",
+    "tab\tand\x00NUL\x7f",
+    "don't we'll I'VE it's 12345 3.14159 1,000,000",
+    "naïve café e\u0301 ﬁ ½ Ⅷ",
+    "日本語のテキスト 中文 한국어",
+    "👩‍👩‍👧‍👦 💡🇩🇪 ✨",
+    "עברית العربية \u200f\u202e",
+    "<|endoftext|> <s></s> [INST] <|im_start|>",
+    "https://example.org/a?b=c&d=%20#e",
+    "def f(x):\n    return {x: [1, 2, 3]}  # comment",
+    "a" * 3000,
+    "ab" * 2000,
+    "\U0010ffff\ufffd\ufeff",
+    "ǅ ß İ \N{LATIN SMALL LETTER DOTLESS I}",
+]
+
+
+def tricky_texts(n=300) -> list[str]:
+    alphabet = "".join(TRICKY)
+    random = np.random.default_rng(0)
+    made = ["".join(random.choice(list(alphabet), size=random.integers(1, 60))) for _ in range(n)]
+    return TRICKY + made
+
+
+@every_tokenizer
+def test_the_exported_tokenizer_gives_the_same_ids(tokenizer):
+    other = tokenizers.Tokenizer.from_str(tokenizer.to_json())
+    other.encode_special_tokens = True
+    for text in [TEXT, *tricky_texts()]:
+        if tokenizer.kind == "chars":
+            text = "".join(c for c in text if c in tokenizer.characters)
+        assert other.encode(text, add_special_tokens=False).ids == tokenizer.encode(text).tolist(), repr(text)
+        assert other.decode(tokenizer.encode(text).tolist()) == text
+    assert other.token_to_id("<|endoftext|>") == tokenizer.end_of_text
+    assert other.get_vocab_size() == tokenizer.vocab_size
+
+
+@pytest.fixture(scope="module")
+def gpt2(reference):
+    """GPT-2's vocabulary, as our BPE."""
+    from data.tokenizer import _byte_level_alphabet
+
+    byte = {character: i for i, character in enumerate(_byte_level_alphabet())}
+    ids = json.loads((reference / "gpt2" / "vocab.json").read_text(encoding="utf-8"))
+    ranks = sorted(ids, key=ids.__getitem__)[:-1]
+    pattern = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+    return BPETokenizer([bytes(byte[c] for c in rank) for rank in ranks], pattern, {"<|endoftext|>": 50256})
+
+
+def test_gpt2_gives_the_ids_of_transformers(gpt2, reference):
+    from transformers import GPT2Tokenizer
+
+    folder = reference / "gpt2"
+    theirs = GPT2Tokenizer(str(folder / "vocab.json"), str(folder / "merges.txt"))
+    for text in tricky_texts():
+        text = text.replace("<|endoftext|>", "<|end|>")  # which theirs takes for the token
+        assert gpt2.encode(text).tolist() == theirs.encode(text), repr(text)
+        assert gpt2.decode(gpt2.encode(text)) == text
+    assert gpt2.encode_special("a<|endoftext|>").tolist() == theirs.encode("a<|endoftext|>")
+    with pytest.raises(ValueError, match="surrogates not allowed"):
+        gpt2.encode("half \ud83d here")
+
+
+def test_the_exported_gpt2_gives_its_ids_and_its_merges(gpt2, reference):
+    lines = (reference / "gpt2" / "merges.txt").read_text(encoding="utf-8").splitlines()
+    other = tokenizers.Tokenizer.from_str(gpt2.to_json())
+    other.encode_special_tokens = True
+    merges = json.loads(gpt2.to_json())["model"]["merges"]
+    assert [" ".join(pair) for pair in merges] == [line for line in lines if not line.startswith("#version")]
+    for text in tricky_texts():
+        assert other.encode(text).ids == gpt2.encode(text).tolist(), repr(text)
+
+
+def test_a_million_times_one_letter_ends_soon(gpt2):
+    ids = gpt2.encode("a" * 1_000_000)
+    assert gpt2.decode(ids) == "a" * 1_000_000
+
+
+# --- tiktoken's encodings -------------------------------------------------------------------------------------------
+
+
+def test_a_named_encoding_comes_from_the_cache(tmp_path, monkeypatch):
+    """p50k_base's file, made up here: the name of a file in the cache is the hash of its address."""
+    import tiktoken.registry
+
+    address = "http://127.0.0.1:9/made_up.tiktoken"
+    lines = [f"{base64.b64encode(bytes([byte])).decode()} {byte}" for byte in range(256)] + ["dGhl 256"]
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
+
+    def made_up():
+        from tiktoken.load import load_tiktoken_bpe
+
+        special = {"<|pad|>": 300, "<|endoftext|>": 299}
+        ranks = load_tiktoken_bpe(address)
+        return {"name": "made_up", "pat_str": r"\w+|\W", "mergeable_ranks": ranks, "special_tokens": special}
+
+    tiktoken.registry.list_encoding_names()
+    monkeypatch.setitem(tiktoken.registry.ENCODING_CONSTRUCTORS, "made_up", made_up)
+    with pytest.raises(ValueError, match=rf"needs {address}, which cannot be fetched.*tokenizer=bpe") as error:
+        named_encoding("made_up")
+    name = hashlib.sha1(address.encode()).hexdigest()
+    assert f"{tmp_path}/{name}" in str(error.value)
+    (tmp_path / name).write_text("\n".join(lines))
+    tokenizer = named_encoding("made_up")
+    assert tokenizer.encode("the thé").tolist()[0] == 256
+    assert tokenizer.end_of_text == 299 and tokenizer.vocab_size == 301
+    assert tokenizer.token_bytes(280) == tokenizer.token_bytes(300) == b""
+    tokenizer.save(tmp_path / "saved")  # whole by itself, without the cache
+    assert load_tokenizer(tmp_path / "saved").fingerprint() == tokenizer.fingerprint()
+
+
+def test_an_unknown_encoding_is_named_with_those_there_are():
+    with pytest.raises(ValueError, match=r"no encoding gpt3: there are .*gpt2"):
+        named_encoding("gpt3")
+
+
+def test_special_tokens_of_a_tokenizer_json_are_given_by_name(tmp_path, llama_tokenizer):
+    path = tmp_path / "tokenizer.json"
+    path.write_text(llama_tokenizer)
+    tokenizer = read_json(path, "<s>", "</s>")
+    assert (tokenizer.beginning, tokenizer.ends) == (1, [2])
+    assert tokenizer.document("the").tolist() == [1, *tokenizer.encode("the")]
+    ended = read_json(path, None, "</s>")
+    assert ended.document("the").tolist() == [*ended.encode("the"), 2]
+    assert ended.prompt("") == [2] and ended.stops == {2}
+    with pytest.raises(ValueError, match="no special token <pad>: there are <unk>, <s>, </s>"):
+        read_json(path, None, "<pad>")
+    path.write_text("{}")
+    with pytest.raises(ValueError, match="is no tokenizer.json"):
+        read_json(path, None, "</s>")

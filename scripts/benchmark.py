@@ -1,0 +1,130 @@
+"""How fast the parts are, beside others in the same run.  python -m scripts.benchmark data"""
+
+import argparse
+import contextlib
+import io
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+from hydra import compose, initialize_config_dir
+
+from conf.entry import REPOSITORY
+from conf.schema import Prepare, parse
+from data import prepare, sources
+from data.batches import Batches, Windows
+from data.corpus import open_corpus
+
+
+def alternate(rounds: int, **contestants: Callable[[], float]) -> dict[str, list[float]]:
+    """Each contestant's measurements, taken in turn so that a noisy machine is noisy for all."""
+    found: dict[str, list[float]] = {name: [] for name in contestants}
+    for i in range(rounds):
+        for name, measure in contestants.items():
+            found[name].append(measure())
+            print(f"  round {i + 1} of {rounds}  {name:<24} {found[name][-1]:8.1f}", file=sys.stderr)
+    return found
+
+
+def table(title: str, unit: str, found: dict[str, list[float]]) -> dict:
+    """Prints the medians; the first row is ours, of which the others are told in shares."""
+    medians = {name: statistics.median(values) for name, values in found.items()}
+    ours = next(iter(medians.values()))
+    print(f"{title}, {unit}, median (lowest to highest)")
+    for name, value in medians.items():
+        ratio = "" if value == ours else f"   ours is {ours / value:.2f} times that"
+        print(f"  {name:<24} {value:8.1f} ({min(found[name]):.1f} to {max(found[name]):.1f}){ratio}")
+    return {"title": title, "unit": unit, "measured": found}
+
+
+# --- data: text to shards, and shards to batches --------------------------------------------------------------------
+
+
+def data(megabytes: int, rounds: int) -> list[dict]:
+    """Shakespeare's plays, over and over, with a BPE trained on them."""
+    with initialize_config_dir(str(REPOSITORY / "conf"), version_base="1.3"):
+        cfg = parse(compose("prepare"), Prepare)
+    corpus = prepare.prepare(asdict(cfg.data), asdict(cfg.tokenizer))
+    plays = [d.text for d in sources.documents(asdict(cfg.data), Path("corpora/downloads"))]
+    size = sum(len(play.encode()) for play in plays)
+    texts = [f"{i}\n{play}" for i in range(-(-megabytes * 10**6 // size)) for play in plays]
+    size = sum(len(text.encode()) for text in texts)
+    tokenizer = prepare.saved_tokenizer(corpus.folder / "tokenizer")
+
+    with tempfile.TemporaryDirectory(dir=".") as folder:
+        for i, text in enumerate(texts):
+            (Path(folder) / f"{i:05d}.txt").write_text(text, encoding="utf-8")
+        settings = {**asdict(cfg.data), "source": "files", "paths": [f"{folder}/*.txt"], "validation": []}
+        made: list[Path] = []
+
+        def ours() -> float:
+            root = Path(folder) / f"corpora{len(made)}"
+            begin = time.perf_counter()
+            with contextlib.redirect_stdout(io.StringIO()):
+                made.append(prepare.prepare(settings, tokenizer, root=root).folder)
+            return size / 1e6 / (time.perf_counter() - begin)
+
+        def theirs() -> float:
+            """Dataset.map in two processes with the same encoding, then one file, as nanoGPT prepares its data."""
+            import datasets
+
+            datasets.disable_progress_bars()
+            datasets.disable_caching()
+            encoding = corpus.tokenizer.encoding
+            begin = time.perf_counter()
+            rows = datasets.load_dataset("text", data_files=f"{folder}/*.txt", sample_by="document", split="train")
+
+            def process(row):
+                ids = encoding.encode_ordinary(row["text"])
+                return {"ids": [*ids, encoding.eot_token], "length": len(ids) + 1}
+
+            rows = rows.map(process, remove_columns=["text"], num_proc=2)
+            out = np.memmap(Path(folder) / "theirs.bin", np.uint16, "w+", shape=(sum(rows["length"]),))
+            at = 0
+            for i in range(parts := min(64, len(rows))):
+                some = np.concatenate(rows.shard(parts, i, contiguous=True).with_format("numpy")["ids"])
+                out[at : at + len(some)] = some
+                at += len(some)
+            out.flush()
+            return size / 1e6 / (time.perf_counter() - begin)
+
+        text = table("text to shards", "MB/s", alternate(rounds, inkling=ours, **{"datasets.map, 2 processes": theirs}))
+        reading = table(
+            "shards to batches",
+            "million tokens/s",
+            {f"rows of {n} tokens": [batches_per_second(made[0], n) for _ in range(rounds)] for n in (1024, 128)},
+        )
+    return [text, reading]
+
+
+def batches_per_second(folder: Path, seq_len: int) -> float:
+    tokens = open_corpus(folder).train
+    batches = Batches(Windows(tokens, seq_len, seed=0), rows=32_768 // seq_len)
+    steps, begin = 0, time.perf_counter()
+    while (seconds := time.perf_counter() - begin) < 1:
+        batches.batch(steps)
+        steps += 1
+    return steps * batches.rows * seq_len / seconds / 1e6
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("what", choices=["data"])
+    parser.add_argument("--megabytes", type=int, default=100, help="of text")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--json", type=Path, help="writes every measurement here")
+    arguments = parser.parse_args()
+    results = data(arguments.megabytes, arguments.rounds)
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps({"cores": os.cpu_count(), "results": results}, indent=2), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
