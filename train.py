@@ -139,7 +139,7 @@ def train(cfg: Train, run: Path):
         target = run / "checkpoints" / f"step_{step:08}"
         results = {name: row[name] for name in ("loss", "validation_loss", "bits_per_byte") if name in row}
         about = {"step": step, "seq_len": cfg.seq_len, "precision": choices["precision"], "data": asdict(cfg.data)}
-        about["tokenizer"] = asdict(cfg.tokenizer)
+        about |= {"tokenizer": asdict(cfg.tokenizer), "tokenizer_hash": tokenizer.fingerprint()}
         state = {"optimizer": optimizer.state_dict(), "scaler": scaler.state_dict(), "rng": checkpoint.rng_state()}
         state |= {
             "config": asdict(cfg),

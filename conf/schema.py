@@ -183,7 +183,7 @@ class Prepare:
     report: bool
     verify: bool
     export: str | None
-    step: int = number(at_least=0)
+    step: int = number(at_least=0, at_most=10**12)
     batch_tokens: int = number(at_least=1)
     seq_len: int = number(at_least=1)
     packing: str = one_of("stream", "documents")
@@ -275,6 +275,8 @@ def _check_data(data: Data):
         raise ValueError("data=hub needs data.repo, got null: give for example data.repo=roneneldan/TinyStories")
     if data.source == "mixture" and not data.corpora:
         raise ValueError("data=mixture needs data.corpora, for example data.corpora='{corpora/A: 0.7, corpora/B: 0.3}'")
+    if data.source in ("tokens", "mixture") and data.max_tokens is not None:
+        raise ValueError(f"data.max_tokens has no use for data={data.source}, got {data.max_tokens}")
     if data.separator == "":
         raise ValueError("data.separator must hold at least one character, or be null, got an empty text")
 
@@ -289,16 +291,28 @@ def _check_rules(cfg):
             raise ValueError(f"tokenizer={t.kind} needs tokenizer.path, got null")
         if t.kind == "tiktoken" and t.encoding is None:
             raise ValueError("tokenizer=tiktoken needs tokenizer.encoding, got null")
+        if t.kind == "bpe" and t.vocab_size < 256 + len(t.special):
+            raise ValueError(
+                f"tokenizer.vocab_size must hold the 256 bytes and the special tokens, "
+                f"{256 + len(t.special)}, got {t.vocab_size}"
+            )
         if not t.special or len(set(t.special)) < len(t.special):
             raise ValueError(f"tokenizer.special must be different names, at least one, got {t.special}")
     data = getattr(cfg, "data", None)
     if data is not None:
         _check_data(data)
+        ready = ("bytes", "tiktoken", "json", "saved")
+        if data.source == "tokens" and hasattr(cfg, "tokenizer") and cfg.tokenizer.kind not in ready:
+            raise ValueError(
+                f"data=tokens needs the tokenizer that made them, {', '.join(ready)}, got {cfg.tokenizer.kind}"
+            )
     if hasattr(cfg, "batch_tokens") and cfg.batch_tokens % cfg.seq_len:
         raise ValueError(
             f"batch_tokens must be a multiple of seq_len, got {cfg.batch_tokens} and {cfg.seq_len}: "
             f"{max(1, round(cfg.batch_tokens / cfg.seq_len)) * cfg.seq_len} would do"
         )
+    if isinstance(cfg, Prepare) and cfg.shard_index is not None and cfg.num_shards == 1:
+        raise ValueError(f"shard_index needs num_shards above 1, got {cfg.shard_index} and 1")
     if isinstance(cfg, Prepare) and cfg.shard_index is not None and cfg.shard_index >= cfg.num_shards:
         raise ValueError(f"shard_index must be below num_shards, got {cfg.shard_index} and {cfg.num_shards}")
     if not isinstance(cfg, Train):

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -18,9 +19,13 @@ SCAN = 2**24  # tokens looked at at once
 
 
 class Tokens:
-    """Several arrays as one sequence; where they are memory-mapped, only what is read is loaded."""
+    """Several arrays as one sequence; where they are memory-mapped, only what is read is loaded.
 
-    def __init__(self, arrays: list[np.ndarray]):
+    vocab_size: of tokens that nobody has looked at yet; read refuses those outside.
+    """
+
+    def __init__(self, arrays: list[np.ndarray], vocab_size: int | None = None):
+        self.vocab_size = vocab_size
         self.arrays = [array.view(np.ndarray) for array in arrays]  # a memmap's own slicing is slow
         self.ends = list(accumulate(len(array) for array in arrays))
 
@@ -29,6 +34,12 @@ class Tokens:
 
     def read(self, start: int, length: int) -> np.ndarray:
         """Tokens start .. start + length - 1, across arrays where need be."""
+        tokens = self._read(start, length)
+        if self.vocab_size is not None and len(tokens) and (largest := int(tokens.max())) >= self.vocab_size:
+            raise ValueError(f"token {largest} in the text is outside the tokenizer's vocabulary of {self.vocab_size}")
+        return tokens
+
+    def _read(self, start: int, length: int) -> np.ndarray:
         array = bisect_right(self.ends, start)
         offset = start - (self.ends[array - 1] if array else 0)
         if start + length <= self.ends[array]:
@@ -77,16 +88,19 @@ class Corpus:
         return hashlib.sha256(json.dumps([self.manifest["tokenizer"], shards]).encode()).hexdigest()
 
     def check_length(self, seq_len: int):
-        """Refuses a window that does not fit: it needs one token more than it reads, the last target."""
+        """Refuses a text that is too short: a window needs one token more than it reads, the last target.
+
+        Held-out text need not fill a window, but two tokens there must be.
+        """
         for corpus, _ in self.mixture:
             corpus.check_length(seq_len)
-        for name in ("train", "validation"):
-            tokens = len(getattr(self, name))
-            if tokens < seq_len + 1:
-                raise ValueError(
-                    f"seq_len {seq_len} needs at least {seq_len + 1} tokens, but the {name} text has {tokens} "
-                    f"({self.folder}): give more text or a seq_len of at most {tokens - 1}"
-                )
+        if len(self.train) < seq_len + 1:
+            raise ValueError(
+                f"seq_len {seq_len} needs at least {seq_len + 1} tokens, but the training text has {len(self.train)} "
+                f"({self.folder}): give more text or a seq_len of at most {len(self.train) - 1}"
+            )
+        if len(self.validation) < 2:
+            raise ValueError(f"the held-out text has {len(self.validation)} tokens ({self.folder}): give more text")
 
 
 def open_corpus(folder: str | Path, full: bool = False) -> Corpus:
@@ -101,6 +115,8 @@ def open_corpus(folder: str | Path, full: bool = False) -> Corpus:
         raise ValueError(f"there is no corpus in {folder}: manifest.json is missing") from None
     except json.JSONDecodeError as error:
         raise ValueError(f"{folder}/manifest.json is damaged ({error}): {_MEND.format(folder)}") from None
+    if not isinstance(manifest, dict) or "splits" not in manifest:
+        raise ValueError(f"{folder}/manifest.json is damaged (no splits): {_MEND.format(folder)}")
     if manifest["format"] != FORMAT:
         raise ValueError(
             f"{folder} has format {manifest['format']}, this version reads {FORMAT}: {_MEND.format(folder)}"
@@ -141,8 +157,8 @@ def open_mixture(corpora: dict[str, float]) -> Corpus:
     mixture = [(open_corpus(folder), float(weight)) for folder, weight in corpora.items()]
     first = mixture[0][0]
     for corpus, weight in mixture:
-        if weight <= 0:
-            raise ValueError(f"data.corpora: weights must be above 0, got {weight} for {corpus.folder}")
+        if not 0 < weight < math.inf:
+            raise ValueError(f"data.corpora: weights must be above 0 and finite, got {weight} for {corpus.folder}")
         if corpus.manifest["tokenizer"] != first.manifest["tokenizer"]:
             raise ValueError(
                 f"data.corpora: {corpus.folder} and {first.folder} have different tokenizers: prepare one with "
@@ -192,4 +208,5 @@ def open_token_files(paths: list[str], tokenizer: Tokenizer, validation: list[st
     # no checksum of what may be terabytes: names and sizes
     shards = [{"file": path, "tokens": len(array), "sha256": f"{path}:{len(array)}"} for path, array in arrays.items()]
     manifest = {"tokenizer": tokenizer.fingerprint(), "splits": {"all": {"shards": shards}}}
-    return Corpus(Path(paths[0]).parent, tokenizer, Tokens(train), Tokens(rest), manifest)
+    train, rest = (Tokens(some, tokenizer.vocab_size) for some in (train, rest))
+    return Corpus(Path(paths[0]).parent, tokenizer, train, rest, manifest)

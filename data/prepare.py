@@ -4,14 +4,14 @@
     corpora/.NAME.work/       what is being prepared: plan.json, tokenizer/, and a folder for each part with its shards
         part_00000_of_00001/  and state.json, from which a run that was killed goes on
 
-Reading is one thread; tokenising, the slow part, is as many as there are cores (the libraries that do it release
-Python's lock). Memory holds a few groups of documents and one unfinished shard a split, whatever the corpus.
+Reading is one thread; tokenising, the slow part, is as many as there are cores, a group of documents a call (the
+libraries that do it release Python's lock). Memory holds the first documents while the tokenizer is made, then a few
+groups and one unfinished shard a split, whatever the corpus; a single document is held whole.
 """
 
 import hashlib
 import json
 import os
-import shutil
 import sys
 import time
 from collections import deque
@@ -67,13 +67,13 @@ def prepare(data: dict, tokenizer: dict, root: Path = Path("corpora")) -> Corpus
 
 def corpus_folder(data: dict, tokenizer: dict, root: Path) -> Path:
     text = {name: data[name] for name in ("source", "max_tokens", "validation", "validation_share")}
-    vocabulary = dict(tokenizer)
-    if tokenizer["path"] is not None:
+    vocabulary = {**tokenizer, "path": None}
+    if tokenizer["path"] is not None:  # what it holds counts, not where it is
         path = Path(tokenizer["path"])
-        vocabulary["content"] = [
-            hashlib.sha256(file.read_bytes()).hexdigest()
-            for file in (sorted(path.iterdir()) if path.is_dir() else [path])
-        ]
+        files = sorted(file for file in path.glob("*") if file.is_file()) if path.is_dir() else [path]
+        if not files or not files[0].is_file():
+            raise ValueError(f"tokenizer.path: there is no tokenizer in {path}")
+        vocabulary["content"] = [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]
     content = [FORMAT, text, sources.identity(data), vocabulary]
     key = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:10]
     name = f"{tokenizer['kind']}{tokenizer['vocab_size'] or tokenizer['encoding'] or ''}"
@@ -102,8 +102,13 @@ def make_plan(data: dict, tokenizer: dict, folder: Path) -> tuple[Split, Tokeniz
         training = (d.text for document in some for which, d in split.pieces(document) if which == "train")
         unread = chain([rest], stream) if rest is not None else iter(())
         make_tokenizer(tokenizer, training, chain(some, unread)).save(work / "tokenizer")
-        _write_json(work / "plan.json", asdict(split))
-    return Split(**json.loads((work / "plan.json").read_text(encoding="utf-8"))), load_tokenizer(work / "tokenizer")
+        _write_json(work / "plan.json", {"split": asdict(split), "source_hash": _source_hash(data)})
+    plan = json.loads((work / "plan.json").read_text(encoding="utf-8"))
+    return Split(**plan["split"]), load_tokenizer(work / "tokenizer")
+
+
+def _source_hash(data: dict) -> str:
+    return hashlib.sha256(json.dumps(sources.identity(data), sort_keys=True).encode()).hexdigest()
 
 
 def _first(documents: Iterable[Document], chars: int) -> Iterator[Document]:
@@ -136,7 +141,10 @@ def make_tokenizer(settings: dict, training: Iterable[str], all_documents: Itera
         return read_json(settings["path"], settings["beginning"], settings["special"][0])
     if kind == "saved":
         return load_tokenizer(settings["path"])
-    return train_bpe(training, settings["vocab_size"], settings["pattern"], settings["special"])
+    made = train_bpe(training, settings["vocab_size"], settings["pattern"], settings["special"])
+    if made.vocab_size < settings["vocab_size"]:
+        print(f"the text gives {made.vocab_size} tokens, not the {settings['vocab_size']} of tokenizer.vocab_size")
+    return made
 
 
 # --- a part ---------------------------------------------------------------------------------------------------------
@@ -148,6 +156,12 @@ def prepare_part(data: dict, tokenizer: dict, folder: Path, part: int, parts: in
     work.mkdir(parents=True, exist_ok=True)
     with FileLock(work / "plan.lock"):
         split, made = make_plan(data, tokenizer, folder)
+    with FileLock(work / f"{part_name(part, parts)}.lock"):  # the same part, started twice
+        _write_part(data, folder, split, made, part, parts)
+
+
+def _write_part(data: dict, folder: Path, split: Split, made: Tokenizer, part: int, parts: int):
+    work = work_folder(folder)
     begin, shown = time.perf_counter(), 0.0
     writer = PartWriter(work / part_name(part, parts), made)
     if writer.done:
@@ -157,15 +171,18 @@ def prepare_part(data: dict, tokenizer: dict, folder: Path, part: int, parts: in
     stream = sources.documents(data, folder.parent / "downloads", part, parts)
     groups = islice(_groups(stream), writer.groups, None)
     size = 0
+    expected = sources.expected_bytes(data, part, parts) if writer.groups == 0 else None
     for group in _encoded(groups, split, made, writer.dtype):
+        if data["max_tokens"] is not None and writer.tokens * parts >= data["max_tokens"]:
+            break
         writer.add(group)
         size += sum(some.bytes for some in group.values())
         seconds = time.perf_counter() - begin
         if seconds - shown > (1 if sys.stdout.isatty() else 30):
             shown = seconds
-            _show(size, seconds, writer.tokens, data["max_tokens"])
-        if data["max_tokens"] is not None and writer.tokens * parts >= data["max_tokens"]:
-            break
+            done = [size / expected] if expected else []
+            done += [writer.tokens * parts / data["max_tokens"]] if data["max_tokens"] is not None else []
+            _show(size, seconds, writer.tokens, max(done, default=None))
     writer.finish()
     if sys.stdout.isatty():
         print("\r\x1b[K", end="")
@@ -173,10 +190,10 @@ def prepare_part(data: dict, tokenizer: dict, folder: Path, part: int, parts: in
     print(f"{size:,} bytes to {writer.tokens:,} tokens in {seconds:.1f} s, {size / 1e6 / seconds:.1f} MB/s", flush=True)
 
 
-def _show(size: int, seconds: float, tokens: int, max_tokens: int | None):
+def _show(size: int, seconds: float, tokens: int, done: float | None):
     text = f"{size / 1e6:,.0f} MB, {size / 1e6 / seconds:.1f} MB/s, {tokens:,} tokens"
-    if max_tokens is not None:
-        text += f", {seconds * (max_tokens - tokens) / max(tokens, 1):.0f} s left"
+    if done:
+        text += f", {max(0, seconds / done - seconds):.0f} s left"
     print(f"\r{text}\x1b[K" if sys.stdout.isatty() else text, end="" if sys.stdout.isatty() else "\n", flush=True)
 
 
@@ -200,27 +217,33 @@ def _groups(documents: Iterable[Document]) -> Iterator[list[Document]]:
 class Encoded:
     """Tokens of some documents of a split."""
 
-    def __init__(self, documents: list[Document], tokenizer: Tokenizer, dtype: np.dtype):
-        tokens = [tokenizer.document(document.text) for document in documents]
-        joined = np.concatenate(tokens) if tokens else np.empty(0, dtype)
-        if len(joined) and joined.max() >= tokenizer.vocab_size:  # astype would wrap around in silence
-            raise AssertionError(f"token {joined.max()} is outside the vocabulary of {tokenizer.vocab_size}")
-        self.tokens = joined.astype(dtype)
+    def __init__(self, documents: list[Document], tokenizer: Tokenizer, lengths: np.ndarray, dtype: np.dtype):
+        texts = [document.text for document in documents]
+        tokens = tokenizer.documents(texts) if texts else np.empty(0, dtype)
+        if len(tokens) and tokens.max() >= tokenizer.vocab_size:  # astype would wrap around in silence
+            raise AssertionError(f"token {tokens.max()} is outside the vocabulary of {tokenizer.vocab_size}")
+        self.tokens = tokens.astype(dtype)
         self.documents = len(documents)
-        self.bytes = sum(len(document.text.encode("utf-8")) for document in documents)
+        self.bytes = len("".join(texts).encode("utf-8"))
+        if tokenizer.lossless and (kept := int(lengths[self.tokens].sum())) != self.bytes:
+            raise ValueError(
+                f"of {documents[0].name} and what follows, {self.bytes:,} bytes, the tokens hold {kept:,}: "
+                "tokenizer.pattern must match any text"
+            )
 
 
 def _encoded(
     groups: Iterable[list[Document]], split: Split, tokenizer: Tokenizer, dtype: np.dtype
 ) -> Iterator[dict[str, Encoded]]:
     """Each group tokenised, in order, several at a time."""
+    lengths = tokenizer.token_lengths()
 
     def encode(group: list[Document]) -> dict[str, Encoded]:
         pieces: dict[str, list[Document]] = {name: [] for name in SPLITS}
         for document in group:
             for which, piece in split.pieces(document):
                 pieces[which].append(piece)
-        return {name: Encoded(some, tokenizer, dtype) for name, some in pieces.items()}
+        return {name: Encoded(some, tokenizer, lengths, dtype) for name, some in pieces.items()}
 
     workers = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     with ThreadPoolExecutor(workers) as pool:
@@ -321,11 +344,11 @@ def _write(path: Path, content: bytes):
 def merge_parts(data: dict, tokenizer: dict, folder: Path, parts: int):
     """Checks every shard of every part, writes the manifest, and gives the folder its name."""
     work = work_folder(folder)
-    made = load_tokenizer(work / "tokenizer")
+    made = load_tokenizer(work / "tokenizer") if (work / "plan.json").exists() else None
     splits = {name: {"documents": 0, "tokens": 0, "bytes": 0, "shards": []} for name in SPLITS}
-    for part in range(parts):
-        name = part_name(part, parts)
-        writer = PartWriter(work / name, made) if (work / name).is_dir() else None
+    names = tuple(part_name(part, parts) for part in range(parts))
+    for part, name in enumerate(names):
+        writer = PartWriter(work / name, made) if made is not None and (work / name).is_dir() else None
         if writer is None or not writer.done:
             raise ValueError(f"part {part} of {parts} is not prepared: run it with shard_index={part}")
         for name, split in writer.splits.items():
@@ -340,19 +363,22 @@ def merge_parts(data: dict, tokenizer: dict, folder: Path, parts: int):
                 f"data.validation_share {data['validation_share']} must leave some for both"
             )
     plan = json.loads((work / "plan.json").read_text(encoding="utf-8"))
+    if plan["source_hash"] != _source_hash(data):
+        raise ValueError(f"the text has changed while it was prepared: delete {work} and start again")
+    others = [path for path in work.glob("part_*_of_*") if not path.name.startswith(names)]
+    if others:
+        raise ValueError(f"{others[0]} is one of another number of parts: finish those, or delete {work}")
     manifest = {
         "format": FORMAT,
         "dtype": writer.dtype.name,
         "vocab_size": made.vocab_size,
         "tokenizer": made.fingerprint(),
         "source": {**data, **sources.identity(data)},
-        "split": plan,
+        "source_hash": plan["source_hash"],
+        "split": plan["split"],
         "splits": splits,
     }
     _write_json(work / "manifest.json", manifest)
     os.rename(work, folder)
-    for leftover in [*folder.glob("part_*/state.json"), folder / "plan.json", folder / "plan.lock"]:
+    for leftover in [*folder.glob("part_*/state.json"), *folder.glob("*.lock"), folder / "plan.json"]:
         leftover.unlink(missing_ok=True)
-    for other in folder.glob("part_*"):
-        if not other.name.endswith(part_name(0, parts)[10:]):  # of another number of parts
-            shutil.rmtree(other)

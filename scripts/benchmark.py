@@ -33,13 +33,13 @@ def alternate(rounds: int, **contestants: Callable[[], float]) -> dict[str, list
     return found
 
 
-def table(title: str, unit: str, found: dict[str, list[float]]) -> dict:
-    """Prints the medians; the first row is ours, of which the others are told in shares."""
+def table(title: str, unit: str, found: dict[str, list[float]], compare: bool) -> dict:
+    """Prints the medians; to `compare` is to say how many times each other one the first, ours, is."""
     medians = {name: statistics.median(values) for name, values in found.items()}
     ours = next(iter(medians.values()))
     print(f"{title}, {unit}, median (lowest to highest)")
     for name, value in medians.items():
-        ratio = "" if value == ours else f"   ours is {ours / value:.2f} times that"
+        ratio = f"   ours is {ours / value:.2f} times that" if compare and value != ours else ""
         print(f"  {name:<24} {value:8.1f} ({min(found[name]):.1f} to {max(found[name]):.1f}){ratio}")
     return {"title": title, "unit": unit, "measured": found}
 
@@ -47,17 +47,18 @@ def table(title: str, unit: str, found: dict[str, list[float]]) -> dict:
 # --- data: text to shards, and shards to batches --------------------------------------------------------------------
 
 
-def data(megabytes: int, rounds: int) -> list[dict]:
-    """Shakespeare's plays, over and over, with a BPE trained on them."""
+def data(source: str, megabytes: int, rounds: int) -> list[dict]:
+    """The documents of a source (a choice of the group `data`), over and over, with a BPE trained on them."""
     with initialize_config_dir(str(REPOSITORY / "conf"), version_base="1.3"):
-        cfg = parse(compose("prepare"), Prepare)
+        cfg = parse(compose("prepare", overrides=[f"data={source}"]), Prepare)
     corpus = prepare.prepare(asdict(cfg.data), asdict(cfg.tokenizer))
-    plays = [d.text for d in sources.documents(asdict(cfg.data), Path("corpora/downloads"))]
-    size = sum(len(play.encode()) for play in plays)
-    texts = [f"{i}\n{play}" for i in range(-(-megabytes * 10**6 // size)) for play in plays]
+    documents = [d.text for d in sources.documents(asdict(cfg.data), Path("corpora/downloads"))]
+    size = sum(len(text.encode()) for text in documents)
+    texts = [f"{i}\n{text}" for i in range(-(-megabytes * 10**6 // size)) for text in documents]
     size = sum(len(text.encode()) for text in texts)
     tokenizer = prepare.saved_tokenizer(corpus.folder / "tokenizer")
 
+    cores = len(os.sched_getaffinity(0))
     with tempfile.TemporaryDirectory(dir=".") as folder:
         for i, text in enumerate(texts):
             (Path(folder) / f"{i:05d}.txt").write_text(text, encoding="utf-8")
@@ -72,7 +73,7 @@ def data(megabytes: int, rounds: int) -> list[dict]:
             return size / 1e6 / (time.perf_counter() - begin)
 
         def theirs() -> float:
-            """Dataset.map in two processes with the same encoding, then one file, as nanoGPT prepares its data."""
+            """Dataset.map in as many processes with the same encoding, then one file, as nanoGPT prepares its data."""
             import datasets
 
             datasets.disable_progress_bars()
@@ -85,7 +86,7 @@ def data(megabytes: int, rounds: int) -> list[dict]:
                 ids = encoding.encode_ordinary(row["text"])
                 return {"ids": [*ids, encoding.eot_token], "length": len(ids) + 1}
 
-            rows = rows.map(process, remove_columns=["text"], num_proc=2)
+            rows = rows.map(process, remove_columns=["text"], num_proc=cores)
             out = np.memmap(Path(folder) / "theirs.bin", np.uint16, "w+", shape=(sum(rows["length"]),))
             at = 0
             for i in range(parts := min(64, len(rows))):
@@ -95,12 +96,14 @@ def data(megabytes: int, rounds: int) -> list[dict]:
             out.flush()
             return size / 1e6 / (time.perf_counter() - begin)
 
-        text = table("text to shards", "MB/s", alternate(rounds, inkling=ours, **{"datasets.map, 2 processes": theirs}))
-        reading = table(
-            "shards to batches",
-            "million tokens/s",
-            {f"rows of {n} tokens": [batches_per_second(made[0], n) for _ in range(rounds)] for n in (1024, 128)},
+        text = table(
+            "text to shards",
+            "MB/s",
+            alternate(rounds, inkling=ours, **{f"datasets.map, {cores} processes": theirs}),
+            compare=True,
         )
+        rows = {f"rows of {n} tokens": [batches_per_second(made[0], n) for _ in range(rounds)] for n in (1024, 128)}
+        reading = table("shards to batches", "million tokens/s", rows, compare=False)
     return [text, reading]
 
 
@@ -117,13 +120,16 @@ def batches_per_second(folder: Path, seq_len: int) -> float:
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("what", choices=["data"])
+    parser.add_argument("--source", default="shakespeare", help="a choice of the group data, see conf/data")
     parser.add_argument("--megabytes", type=int, default=100, help="of text")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", type=Path, help="writes every measurement here")
     arguments = parser.parse_args()
-    results = data(arguments.megabytes, arguments.rounds)
+    results = data(arguments.source, arguments.megabytes, arguments.rounds)
     if arguments.json is not None:
-        arguments.json.write_text(json.dumps({"cores": os.cpu_count(), "results": results}, indent=2), encoding="utf-8")
+        arguments.json.write_text(
+            json.dumps({"cores": len(os.sched_getaffinity(0)), "results": results}, indent=2), encoding="utf-8"
+        )
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-import numpy as np
 from rich.progress import track
 
 from conf.entry import entry_point
@@ -26,16 +25,19 @@ def main(cfg: Evaluate):
 
     if cfg.data is not None and cfg.data.source == "files":  # all that is named is meant
         documents = sources.documents(asdict(cfg.data), cache=Path("corpora/downloads"))
-        text = Tokens([np.concatenate([tokenizer.document(document.text) for document in documents])])
+        texts = [document.text for document in documents]
+        if not texts:
+            raise ValueError(f"data.paths: the files are empty: {', '.join(cfg.data.paths)}")
+        text = Tokens([tokenizer.documents(texts)])
         name = ", ".join(cfg.data.paths)
     else:
         data = about.get("data") if cfg.data is None else asdict(cfg.data)
-        if data is None:
+        if data is None or (cfg.data is None and "tokenizer" not in about):
             raise ValueError(f"{folder} names no text of its own: give one, as data=files data.paths='[my.txt]'")
         settings = about["tokenizer"] if cfg.data is None else saved_tokenizer(folder / "tokenizer")
         corpus = prepare(data, settings)
         if corpus.tokenizer.fingerprint() != tokenizer.fingerprint():
-            raise ValueError(f"{corpus.folder} has another tokenizer than {folder}: its text has changed since")
+            raise ValueError(f"{corpus.folder} has another tokenizer than {folder}: is it the same text?")
         text, name = corpus.validation, f"held out in {corpus.folder}"
 
     seq_len = about["seq_len"] if cfg.seq_len is None else cfg.seq_len

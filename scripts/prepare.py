@@ -21,7 +21,9 @@ def main(cfg: Prepare, action: str | None):
         folder = prepare.corpus_folder(data, tokenizer, Path("corpora"))
     if cfg.num_shards > 1 and folder is None:
         raise ValueError(f"data={cfg.data.source} is prepared already: num_shards has no use here")
-    if action == "merge":
+    if cfg.num_shards > 1 and folder.exists():
+        print(f"prepared already: {folder}")
+    elif action == "merge":
         prepare.merge_parts(data, tokenizer, folder, cfg.num_shards)
     elif cfg.num_shards > 1:
         if cfg.shard_index is None:
@@ -30,6 +32,7 @@ def main(cfg: Prepare, action: str | None):
         return
     corpus = prepare.prepare(data, tokenizer)
     if action == "show":
+        corpus.check_length(cfg.seq_len)
         show(corpus, cfg)
         return
     print(f"corpus      {corpus.folder}, vocabulary {corpus.tokenizer.vocab_size:,}")
@@ -39,8 +42,11 @@ def main(cfg: Prepare, action: str | None):
             line += f", {split['documents']:,} documents, {split['bytes']:,} bytes"
         print(line)
     if cfg.verify:
-        open_corpus(corpus.folder, full=True)
-        print("verified    every shard has its checksum")
+        if cfg.data.source == "tokens":
+            raise ValueError("verify: token files have no checksums")
+        for part in [part for part, _ in corpus.mixture] or [corpus]:
+            open_corpus(part.folder, full=True)
+            print(f"verified    every shard of {part.folder} has its checksum")
     if cfg.report:
         report(corpus)
     if cfg.export is not None:

@@ -24,7 +24,7 @@ GROUPS = [path.name for path in CONF.iterdir() if path.is_dir() and path.name !=
 EVERY_YAML = [f"{group}={name}" for group in GROUPS for name in choices(group)]
 NEEDS = {
     "data=files": ["data.paths=[README.md]"],
-    "data=tokens": ["data.paths=[a.ds]"],
+    "data=tokens": ["data.paths=[a.ds]", "tokenizer=bytes"],
     "data=hub": ["data.repo=owner/name"],
     "data=mixture": ["data.corpora={corpora/a: 0.5, corpora/b: 0.5}"],
     "tokenizer=json": ["tokenizer.path=tokenizer.json"],
@@ -92,6 +92,10 @@ def test_the_scripts_settings_compose(settings):
         ("schedule.warmup=1000000", "schedule.warmup must be below steps"),
         ("data=files", "data=files needs data.paths"),
         ("data=tokens", "data=tokens needs data.paths"),
+        (["data=tokens", "data.paths=[a.ds]"], "needs the tokenizer that made them.*got bpe"),
+        (["data=mixture", "data.corpora={a: 1}", "data.max_tokens=9"], "max_tokens has no use for data=mixture"),
+        ("tokenizer.vocab_size=256", "vocab_size must be at least 257, got 256"),
+        (["tokenizer.vocab_size=260", "tokenizer.special=[a,b,c,d,e]"], "the special tokens, 261, got 260"),
         ("data=mixture", "data=mixture needs data.corpora"),
         ("data=hub", "data=hub needs data.repo"),
         ("tokenizer=json", "tokenizer=json needs tokenizer.path"),

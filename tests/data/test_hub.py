@@ -29,10 +29,12 @@ def stories(hub):
     return hub
 
 
-def run(hub, tmp_path, *arguments, module="scripts.prepare", **environment):
+def run(hub, tmp_path, *arguments, **environment):
+    action = [word for word in arguments[:1] if "=" not in word]
+    arguments = arguments[len(action) :]
     settings = ["data=hub", "data.repo=someone/stories", "data.column=story", "data.validation_share=0.1"]
     return subprocess.run(
-        [sys.executable, "-m", module, *settings, "tokenizer=bytes", *arguments],
+        [sys.executable, "-m", "scripts.prepare", *action, *settings, "tokenizer=bytes", *arguments],
         capture_output=True,
         text=True,
         timeout=200,
@@ -68,8 +70,13 @@ def test_workers_share_the_files_of_a_dataset(stories, tmp_path):
     for part in range(2):
         result = run(stories, tmp_path, "num_shards=2", f"shard_index={part}")
         assert result.returncode == 0, result.stderr
-    result = run(stories, tmp_path, "num_shards=2", module="scripts.prepare")
-    assert result.returncode == 2 and "needs shard_index, 0 to 1, or `merge`" in result.stderr
+    result = run(stories, tmp_path, "merge", "num_shards=2")
+    assert result.returncode == 0, result.stderr
+    corpus = open_corpus(next(Path("corpora").glob("stories-*")), full=True)
+    assert texts_of(corpus) == set(TEXTS)
+    assert corpus.manifest["splits"]["train"]["documents"] + corpus.manifest["splits"]["validation"]["documents"] == 200
+    result = run(stories, tmp_path, "num_shards=3", "shard_index=2", "data.max_tokens=10")
+    assert result.returncode == 2 and "has fewer files than num_shards 3" in result.stderr
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from filelock import FileLock
 
 from conf.entry import REPOSITORY
 from data import prepare as prepare_module
-from data.corpus import Tokens, open_corpus, open_mixture, open_token_files
+from data.corpus import open_corpus, open_mixture, open_token_files
 from data.prepare import merge_parts, prepare, prepare_part
 from data.sources import Document
 from data.tokenizer import ByteTokenizer, CharacterTokenizer
@@ -108,12 +108,27 @@ def test_an_id_outside_the_vocabulary_is_never_written():
             return super().encode(text).astype(np.uint32) + 70_000  # uint16 would wrap around in silence
 
     with pytest.raises(AssertionError, match="outside the vocabulary of 257"):
-        prepare_module.Encoded([Document("a", "text")], Broken(), np.dtype(np.uint16))
+        prepare_module.Encoded([Document("a", "text")], Broken(), np.ones(257), np.dtype(np.uint16))
 
 
-def test_max_tokens_ends_early(data, monkeypatch):
+def test_a_pattern_that_loses_text_is_refused(data):
+    letters = {**BYTES, "kind": "bpe", "vocab_size": 300, "pattern": r"\p{L}+"}
+    with pytest.raises(
+        ValueError, match=r"of 0.txt and what follows, .* the tokens hold .*: tokenizer.pattern must match"
+    ):
+        prepare(data, letters)
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_max_tokens_ends_early(data, monkeypatch, killed):
+    """Also where a run that was killed just before its end goes on."""
     monkeypatch.setattr(prepare_module, "GROUP_CHARS", 100)
     data |= {"validation": ["0.txt"], "max_tokens": 1000}
+    if killed:
+        monkeypatch.setattr(prepare_module, "SHARD_TOKENS", 551)
+        with monkeypatch.context() as patch, pytest.raises(KeyError):
+            patch.setattr(prepare_module.PartWriter, "finish", lambda self: {}["killed"])
+            prepare(data, BYTES)
     assert len(prepare(data, BYTES).train) == 2 * 551  # whole documents, up to the one that reaches it
 
 
@@ -135,6 +150,29 @@ def test_workers_that_share_the_files_make_the_corpus_of_one(data):
     assert documents(merged) == documents(whole)
     assert merged.manifest["splits"]["train"]["bytes"] == whole.manifest["splits"]["train"]["bytes"]
     assert not list(folder.rglob("state.json"))
+
+
+def test_a_text_that_changes_meanwhile_and_parts_of_another_number_are_refused(data, tmp_path):
+    folder = prepare_module.corpus_folder(data, BYTES, Path("corpora"))
+    prepare_part(data, BYTES, folder, 1, 2)
+    prepare_part(data, BYTES, folder, 0, 1)
+    with pytest.raises(ValueError, match="part_00001_of_00002 is one of another number of parts"):
+        merge_parts(data, BYTES, folder, 1)
+    (tmp_path / "0.txt").write_text("changed " * 100)
+    with pytest.raises(ValueError, match="the text has changed while it was prepared"):
+        merge_parts(data, BYTES, folder, 1)
+
+
+def test_a_tokenizer_counts_by_what_it_holds_and_not_by_where_it_is(data, tmp_path):
+    first = prepare(data, {**BYTES, "kind": "chars"})
+    saved = {**BYTES, "kind": "saved"}
+    names = []
+    for place in ("a", "b"):
+        first.tokenizer.save(tmp_path / place)
+        names.append(prepare_module.corpus_folder(data, {**saved, "path": str(tmp_path / place)}, Path("corpora")))
+    assert names[0] == names[1]
+    with pytest.raises(ValueError, match="tokenizer.path: there is no tokenizer in nowhere"):
+        prepare(data, {**saved, "path": "nowhere"})
 
 
 def test_a_shard_that_changed_before_merging_is_found(data):
@@ -214,8 +252,9 @@ def test_corpora_are_mixed_if_they_share_a_tokenizer(data):
     other = prepare(data, {**BYTES, "kind": "chars"})
     with pytest.raises(ValueError, match="different tokenizers: prepare one with tokenizer=saved"):
         open_mixture({str(first.folder): 0.7, str(other.folder): 0.3})
-    with pytest.raises(ValueError, match="above 0, got -1"):
-        open_mixture({str(first.folder): -1})
+    for weight in (-1, 0, float("nan")):
+        with pytest.raises(ValueError, match="above 0 and finite, got"):
+            open_mixture({str(first.folder): weight})
     again = prepare(data, {**BYTES, "kind": "saved", "path": str(other.folder / "tokenizer")})
     assert again.tokenizer.fingerprint() == other.tokenizer.fingerprint()
 
@@ -238,7 +277,9 @@ def test_token_files_are_read_as_they_are(tmp_path):
         open_token_files(["odd.ds"], tokenizer, [], 0.1)
     with pytest.raises(ValueError, match="no file is left for train"):
         open_token_files(paths, tokenizer, ["*"], 0.1)
-    assert isinstance(single.train, Tokens)
+    np.full(100, 300, np.uint16).tofile(tmp_path / "other.ds")  # of another vocabulary
+    with pytest.raises(ValueError, match="token 300 in the text is outside the tokenizer's vocabulary of 257"):
+        open_token_files(["other.ds"], tokenizer, [], 0.1).train.read(0, 10)
 
 
 # --- damage ---------------------------------------------------------------------------------------------------------
@@ -266,7 +307,10 @@ def test_damage_is_named(data):
     manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"format": 99}))
     with pytest.raises(ValueError, match="format 99"):
         open_corpus(folder)
-    os.truncate(manifest, 10)
+    manifest.write_text("[]")
+    with pytest.raises(ValueError, match="damaged"):
+        open_corpus(folder)
+    manifest.write_text('{"format": 2')
     with pytest.raises(ValueError, match="damaged"):
         open_corpus(folder)
     with pytest.raises(ValueError, match="no corpus in nowhere"):
@@ -275,6 +319,6 @@ def test_damage_is_named(data):
 
 def test_a_window_longer_than_the_text_is_refused_with_the_numbers(data):
     corpus = prepare(data, BYTES)
-    corpus.check_length(550)
-    with pytest.raises(ValueError, match=r"seq_len 551 needs at least 552 tokens, but the validation text has 551"):
-        corpus.check_length(551)
+    corpus.check_length(2203)
+    with pytest.raises(ValueError, match=r"seq_len 2204 needs at least 2205 tokens, but the training text has 2204"):
+        corpus.check_length(2204)

@@ -134,6 +134,7 @@ def test_every_format_plain_and_compressed_gives_the_same_documents(tmp_path, su
 def test_a_document_a_line(tmp_path):
     (tmp_path / "a.txt").write_text("eins\n\nzwei\ndrei")
     assert [text for _, text in read(separator="\n")] == ["eins", "zwei", "drei"]
+    assert read(separator="\\n") == read(separator="\n")  # as it comes from a shell
 
 
 def test_parts_share_the_files_without_overlap(tmp_path):
@@ -170,6 +171,8 @@ def test_what_is_no_text_is_named_with_its_place_or_replaced(tmp_path):
         ("a.jsonl", '["a"]', "a.jsonl, line 1 has no text.*list"),
         ("a.jsonl", '{"text": 7}', "a.jsonl, line 1 holds no text but int"),
         ("a.parquet", "no table", "a.parquet is no Parquet file that can be read"),
+        ("a.txt.gz", "not compressed", "a.txt.gz cannot be read"),
+        ("a.jsonl.zst", "not compressed", "a.jsonl.zst cannot be read"),
     ],
 )
 def test_rows_that_do_not_fit_are_named(tmp_path, name, content, message):

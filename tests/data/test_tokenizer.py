@@ -1,13 +1,17 @@
 import base64
 import hashlib
 import json
+import socket
 
 import numpy as np
 import pytest
 import tokenizers
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from conf.entry import REPOSITORY
+from data import tokenizer as tokenizer_module
 from data.tokenizer import (
     BPETokenizer,
     ByteTokenizer,
@@ -19,7 +23,7 @@ from data.tokenizer import (
     train_bpe,
 )
 
-PATTERN = r"[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,2}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s+"
+PATTERN = yaml.safe_load((REPOSITORY / "conf" / "tokenizer" / "bpe.yaml").read_text())["pattern"]
 
 TEXT = "To be, or not to be: that is the question. " * 20 + "naïve café 💡 <|endoftext|>\n\n  \t12345"
 TOKENIZERS = {
@@ -81,9 +85,11 @@ def test_tiktoken_and_the_trainer_agree():
     assert TOKENIZERS["bpe"].encode(TEXT).tolist() == trainer.encode(TEXT)
 
 
-def test_a_vocabulary_that_the_text_cannot_fill_is_refused_with_the_numbers():
-    with pytest.raises(ValueError, match=r"vocab_size 5000.*ask for at most"):
-        train_bpe(["abab"], 5000, PATTERN, ["<|endoftext|>"])
+def test_a_short_text_gives_the_tokens_that_it_has():
+    tokenizer = train_bpe(["abab"], 5000, PATTERN, ["<|endoftext|>"])
+    assert 257 < tokenizer.vocab_size < 262
+    assert tokenizer.end_of_text == tokenizer.vocab_size - 1
+    assert tokenizer.decode(tokenizer.encode(TEXT)) == TEXT
 
 
 def test_special_tokens_come_last_and_are_tokens_only_where_asked_for():
@@ -292,9 +298,17 @@ def test_the_exported_gpt2_gives_its_ids_and_its_merges(gpt2, reference):
         assert other.encode(text).ids == gpt2.encode(text).tolist(), repr(text)
 
 
-def test_a_million_times_one_letter_ends_soon(gpt2):
-    ids = gpt2.encode("a" * 1_000_000)
-    assert gpt2.decode(ids) == "a" * 1_000_000
+@pytest.mark.parametrize("text", ["a" * 1_000_000, " " * 1_000_000, "a\n" + "\n \t" * 300_000 + "b"], ids=len)
+def test_a_million_times_the_same_is_no_trouble(gpt2, text):
+    assert gpt2.decode(gpt2.encode(text)) == text
+
+
+@every_tokenizer
+def test_many_documents_at_once_are_the_documents_one_by_one(tokenizer):
+    texts = [TEXT, "", "be", "question ", " be"]
+    assert np.array_equal(tokenizer.documents(texts), np.concatenate([tokenizer.document(text) for text in texts]))
+    plain = [text.replace("<|endoftext|>", "") for text in texts]  # where one call is enough
+    assert np.array_equal(tokenizer.documents(plain), np.concatenate([tokenizer.document(text) for text in plain]))
 
 
 # --- tiktoken's encodings -------------------------------------------------------------------------------------------
@@ -305,13 +319,13 @@ def test_a_named_encoding_comes_from_the_cache(tmp_path, monkeypatch):
     import tiktoken.registry
 
     address = "http://127.0.0.1:9/made_up.tiktoken"
-    lines = [f"{base64.b64encode(bytes([byte])).decode()} {byte}" for byte in range(256)] + ["dGhl 256"]
+    lines = [f"{base64.b64encode(bytes([byte])).decode()} {byte}" for byte in range(256)] + ["dGhl 258"]  # 256: a gap
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
 
     def made_up():
         from tiktoken.load import load_tiktoken_bpe
 
-        special = {"<|pad|>": 300, "<|endoftext|>": 299}
+        special = {"<|pad|>": 300, "<|endoftext|>": 256}
         ranks = load_tiktoken_bpe(address)
         return {"name": "made_up", "pat_str": r"\w+|\W", "mergeable_ranks": ranks, "special_tokens": special}
 
@@ -323,11 +337,33 @@ def test_a_named_encoding_comes_from_the_cache(tmp_path, monkeypatch):
     assert f"{tmp_path}/{name}" in str(error.value)
     (tmp_path / name).write_text("\n".join(lines))
     tokenizer = named_encoding("made_up")
-    assert tokenizer.encode("the thé").tolist()[0] == 256
-    assert tokenizer.end_of_text == 299 and tokenizer.vocab_size == 301
-    assert tokenizer.token_bytes(280) == tokenizer.token_bytes(300) == b""
+    assert tokenizer.encode("the thé").tolist() == tiktoken.get_encoding("made_up").encode("the thé")
+    assert tokenizer.encode("the").tolist() == [258]
+    assert tokenizer.end_of_text == 256 and tokenizer.vocab_size == 301
+    assert [tokenizer.token_bytes(id) for id in (256, 257, 258, 280, 300)] == [b"", b"", b"the", b"", b""]
     tokenizer.save(tmp_path / "saved")  # whole by itself, without the cache
-    assert load_tokenizer(tmp_path / "saved").fingerprint() == tokenizer.fingerprint()
+    again = load_tokenizer(tmp_path / "saved")
+    assert again.fingerprint() == tokenizer.fingerprint()
+    assert again.encode("the thé").tolist() == tokenizer.encode("the thé").tolist()
+    (tmp_path / "saved" / "vocabulary.json").write_text("{")
+    with pytest.raises(ValueError, match="vocabulary.json is damaged"):
+        load_tokenizer(tmp_path / "saved")
+
+
+def test_a_silent_server_is_not_waited_for_for_ever(tmp_path, monkeypatch):
+    import tiktoken.registry
+
+    monkeypatch.setattr(tokenizer_module, "DOWNLOAD_TIMEOUT", 0.3)
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
+    tiktoken.registry.list_encoding_names()
+    with socket.create_server(("127.0.0.1", 0)) as server:  # takes the call and says nothing
+
+        def silent():
+            return tiktoken.load.load_tiktoken_bpe(f"http://127.0.0.1:{server.getsockname()[1]}/a.tiktoken")
+
+        monkeypatch.setitem(tiktoken.registry.ENCODING_CONSTRUCTORS, "silent", silent)
+        with pytest.raises(ValueError, match="cannot be fetched .ReadTimeout.: bring that file"):
+            named_encoding("silent")
 
 
 def test_an_unknown_encoding_is_named_with_those_there_are():
