@@ -184,6 +184,7 @@ class Prepare:
     verify: bool
     export: str | None
     step: int = number(at_least=0, at_most=10**12)
+    run: str | None
     batch_tokens: int = number(at_least=1)
     seq_len: int = number(at_least=1)
     packing: str = one_of("stream", "documents")

@@ -1,13 +1,14 @@
 """Turns text into token shards, once.  python -m scripts.prepare data=shakespeare tokenizer=bpe"""
 
 from collections import Counter
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
+from omegaconf import OmegaConf
 
 from conf.entry import entry_point
-from conf.schema import Prepare
+from conf.schema import Prepare, Train, parse
 from data import prepare
 from data.batches import IGNORE, make_batches
 from data.corpus import Corpus, Tokens, open_corpus
@@ -15,6 +16,8 @@ from data.corpus import Corpus, Tokens, open_corpus
 
 @entry_point("prepare", Prepare, actions=("show", "merge"))
 def main(cfg: Prepare, action: str | None):
+    if action == "show" and cfg.run is not None:
+        cfg = settings_of(Path(cfg.run), cfg)
     data, tokenizer = asdict(cfg.data), asdict(cfg.tokenizer)
     folder = None
     if cfg.data.source not in ("tokens", "mixture"):
@@ -52,6 +55,15 @@ def main(cfg: Prepare, action: str | None):
     if cfg.export is not None:
         Path(cfg.export).write_text(corpus.tokenizer.to_json(), encoding="utf-8")
         print(f"exported    {cfg.export}")
+
+
+def settings_of(run: Path, cfg: Prepare) -> Prepare:
+    """What decides the batches of a run."""
+    if not (run / "config.yaml").is_file():
+        raise ValueError(f"run {run} is no run folder: config.yaml is missing")
+    trained = parse(OmegaConf.load(run / "config.yaml"), Train)
+    names = ("batch_tokens", "seq_len", "packing", "seed", "data", "tokenizer")
+    return replace(cfg, **{name: getattr(trained, name) for name in names})
 
 
 def show(corpus: Corpus, cfg: Prepare):

@@ -1,6 +1,7 @@
 """Whole runs, in miniature."""
 
 import json
+import math
 import shutil
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import torch
 
 import train
 from conf.entry import REPOSITORY
+from conf.schema import Prepare
 from training import checkpoint
 
 SMALL = [
@@ -149,8 +151,42 @@ def test_a_finished_run_has_nothing_left_to_do(run):
 
 
 def test_a_context_longer_than_the_corpus_is_refused_with_the_numbers(run):
-    with pytest.raises(ValueError, match=r"seq_len 60 needs at least 61 tokens, but the validation text has \d+"):
-        run("long", "seq_len=60", "batch_tokens=240", "data.validation_share=0.01")
+    with pytest.raises(ValueError, match=r"seq_len 60000 needs at least 60001 tokens, but the training text has \d+"):
+        run("long", "seq_len=60000", "batch_tokens=240000")
+
+
+def test_held_out_text_may_be_shorter_than_the_context(run):
+    folder = run("long", "seq_len=60", "batch_tokens=240", "data.validation_share=0.01")
+    assert all(math.isfinite(row["validation_loss"]) for row in rows(folder) if "validation_loss" in row)
+
+
+def test_a_run_on_packed_documents_resumes_to_the_bit_and_learns_from_other_rows(run):
+    packed = ["packing=documents", "data.separator='\\n'"]
+    whole, parts = run("whole", *packed), run("parts", *packed, "stop_after=3")
+    run("parts", *packed, "resume=auto")
+    assert rows(parts) == rows(whole)
+    assert same(final(parts)[0], final(whole)[0])
+    assert rows(run("stream", *packed[1:]))[0]["loss"] != rows(whole)[0]["loss"]
+
+
+def test_the_text_of_a_batch_can_be_shown(run, settings, capsys):
+    from data.batches import make_batches
+    from data.corpus import open_corpus
+    from scripts import prepare as script
+
+    folder = run("shown", "packing=documents", "data.separator='\\n'", "seed=3")
+    capsys.readouterr()
+    corpus = open_corpus(next(path for path in Path("corpora").iterdir() if path.is_dir()))
+    cfg = script.settings_of(folder, settings("step=5", config="prepare", kind=Prepare))
+    assert (cfg.seed, cfg.packing, cfg.batch_tokens) == (3, "documents", 128)
+    script.show(corpus, cfg)
+    shown = capsys.readouterr().out
+    batch = make_batches(corpus, 4, 32, 3, "documents").batch(5)
+    for row in range(4):
+        first = batch["tokens"][row][batch["documents"][row] == 0]
+        assert corpus.tokenizer.decode(first.tolist()) in shown
+    with pytest.raises(ValueError, match="nowhere is no run folder: config.yaml is missing"):
+        script.settings_of(Path("nowhere"), cfg)
 
 
 def test_a_loss_that_is_not_finite_ends_the_run_with_a_line(run):
