@@ -273,11 +273,12 @@ def named_encoding(name: str) -> BPETokenizer:
     try:
         encoding = tiktoken.get_encoding(name)
     except requests.RequestException as error:
-        folder = os.environ.get("TIKTOKEN_CACHE_DIR", "a folder that TIKTOKEN_CACHE_DIR names")
+        file = hashlib.sha1(asked[-1].encode()).hexdigest()
+        folder = os.environ.get("TIKTOKEN_CACHE_DIR")
+        place = f"{folder}/{file}" if folder else f"{file} in a folder and set TIKTOKEN_CACHE_DIR to it"
         raise ValueError(
             f"the encoding {name} needs {asked[-1]}, which cannot be fetched ({type(error).__name__}): bring that file "
-            f"as {folder}/{hashlib.sha1(asked[-1].encode()).hexdigest()}, or take tokenizer=bpe, bytes or chars, "
-            "which need no network"
+            f"as {place}, or take tokenizer=bpe, bytes or chars, which need no network"
         ) from error
     finally:
         tiktoken.load.read_file = original
