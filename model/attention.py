@@ -16,44 +16,27 @@ from model.norm import RMSNorm
 from model.positions import RotaryPositionalEmbedding
 
 # Two ways to compute functional.scaled_dot_product_attention: by torch's kernel, and as it stands there. Both take
-# q (b h q d), k and v (b g k d) with g key/value heads shared by h / g query heads each, and give (b h q d). `mask`
-# (b h q k) is what may be seen, or None for plain causal; `bias` (b h q k) is added to the scores.
+# q (b h q d), k and v (b g k d) with g key/value heads shared by h / g query heads each, and give (b h q d) and, where
+# they have them, the weights (b h q k). `mask` (b h q k) is what may be seen, None for plain causal; `bias` is added
+# to the scores (b h q k).
 
 
 def fused_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None, soft_cap: None, dropout_p: float
-) -> Tensor:
+) -> tuple[Tensor, None]:
     """By torch's kernel, which never holds the square of weights, and for plain causal skips its upper triangle."""
     if bias is not None:
         may_look = causal_mask(q.shape[2], k.shape[2], q.device) if mask is None else mask
         mask = bias.to(q.dtype).masked_fill(~may_look, -math.inf)
     grouped = q.shape[1] > k.shape[1]
-    return F.scaled_dot_product_attention(q, k, v, mask, dropout_p, is_causal=mask is None, enable_gqa=grouped)
+    y = F.scaled_dot_product_attention(q, k, v, mask, dropout_p, is_causal=mask is None, enable_gqa=grouped)
+    return y, None
 
 
 def written_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    bias: Tensor | None,
-    soft_cap: float | None,
-    dropout_p: float,
-) -> Tensor:
-    """As the mathematics stands in functional.py, square of weights and all."""
-    return attention_and_weights(q, k, v, mask, bias, soft_cap, dropout_p)[0]
-
-
-def attention_and_weights(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    bias: Tensor | None,
-    soft_cap: float | None,
-    dropout_p: float,
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None, soft_cap: float | None, dropout_p: float
 ) -> tuple[Tensor, Tensor]:
-    """What written_attention gives, and the weights (b h q k)."""
+    """As the mathematics stands in functional.py, square of weights and all."""
     k, v = (repeat(x, "b g k d -> b (g r) k d", r=q.shape[1] // k.shape[1]) for x in (k, v))
     if mask is None:
         mask = causal_mask(q.shape[2], k.shape[2], q.device)
@@ -154,7 +137,7 @@ class CausalMultiHeadAttention(nn.Module):
                 mask = causal_mask(s, start + s, x.device)
         if mask is not None:
             mask = _fit_mask(mask, (*q.shape[:3], k.shape[2]))
-        y = self.attend(q, k, v, mask, bias, self.soft_cap, self.dropout if self.training else 0.0)
+        y, _ = self.attend(q, k, v, mask, bias, self.soft_cap, self.dropout if self.training else 0.0)
         return self.wo(rearrange(y, "b h s d -> b s (h d)"))
 
 
@@ -184,10 +167,10 @@ def collect_attention(model: nn.Module) -> Iterator[list[Tensor]]:
     maps: list[Tensor] = []
 
     def collecting(i: int):
-        def attend(*arguments) -> Tensor:
-            y, weights = attention_and_weights(*arguments)
+        def attend(*arguments) -> tuple[Tensor, Tensor]:
+            y, weights = written_attention(*arguments)
             maps[i:] = [weights]
-            return y
+            return y, weights
 
         return attend
 

@@ -34,7 +34,9 @@ def main(cfg: Evaluate):
         data = about.get("data") if cfg.data is None else asdict(cfg.data)
         if data is None or (cfg.data is None and "tokenizer" not in about):
             raise ValueError(f"{folder} names no text of its own: give one, as data=files data.paths='[my.txt]'")
-        settings = about["tokenizer"] if cfg.data is None else saved_tokenizer(folder / "tokenizer")
+        settings = about["tokenizer"] if cfg.data is None else None
+        if settings is None or settings["path"] is not None:  # a file that may be elsewhere by now
+            settings = saved_tokenizer(folder / "tokenizer")
         corpus = prepare(data, settings)
         if corpus.tokenizer.fingerprint() != tokenizer.fingerprint():
             raise ValueError(f"{corpus.folder} has another tokenizer than {folder}: is it the same text?")

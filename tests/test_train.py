@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import shutil
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import torch
 import train
 from conf.entry import REPOSITORY
 from conf.schema import Prepare
+from data.tokenizer import ByteTokenizer
 from training import checkpoint
 
 SMALL = [
@@ -167,6 +169,17 @@ def test_a_run_on_packed_documents_resumes_to_the_bit_and_learns_from_other_rows
     assert rows(parts) == rows(whole)
     assert same(final(parts)[0], final(whole)[0])
     assert rows(run("stream", *packed[1:]))[0]["loss"] != rows(whole)[0]["loss"]
+
+
+def test_a_checkpoint_is_evaluated_without_the_tokenizer_file_that_it_was_trained_with(run, tmp_path):
+    ByteTokenizer().save(tmp_path / "elsewhere")
+    folder = run("borrowed", "tokenizer=saved", f"tokenizer.path={tmp_path / 'elsewhere'}")
+    shutil.rmtree(tmp_path / "elsewhere")
+    arguments = [sys.executable, str(REPOSITORY / "scripts" / "evaluate.py"), f"checkpoint={folder}"]
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+    result = subprocess.run(arguments, capture_output=True, text=True, env=environment)
+    assert result.returncode == 0, result.stderr
+    assert f"loss           {rows(folder)[-1]['validation_loss']:.4f}" in result.stdout
 
 
 def test_the_text_of_a_batch_can_be_shown(run, settings, capsys):

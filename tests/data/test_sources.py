@@ -1,4 +1,6 @@
 import json
+import os
+import random
 import zipfile
 from pathlib import Path
 
@@ -179,6 +181,17 @@ def test_rows_that_do_not_fit_are_named(tmp_path, name, content, message):
     (tmp_path / name).write_text(content)
     with pytest.raises(ValueError, match=message):
         read([name])
+
+
+@pytest.mark.parametrize(("suffix", "compression"), [(".gz", "gzip"), (".zst", "zstd")])
+@pytest.mark.parametrize("missing", [1, 9, 5000])
+def test_a_compressed_file_that_is_cut_short_is_no_shorter_text(tmp_path, suffix, compression, missing):
+    path = tmp_path / f"a.txt{suffix}"
+    with pyarrow.output_stream(str(path), compression=compression) as file:
+        file.write(random.Random(0).randbytes(10_000).hex().encode())
+    os.truncate(path, path.stat().st_size - missing)
+    with pytest.raises(ValueError, match=f"a.txt{suffix} cannot be read"):
+        read([path.name])
 
 
 def test_a_column_that_is_not_there_is_named_with_those_that_are(tmp_path):

@@ -180,7 +180,7 @@ def test_fused_is_written_for_every_type_of_number(dtype, heads, variant):
         given["mask"] = given["mask"].unsqueeze(1)
     upstream, results = torch.randn(2, 4, 9, 8).to(dtype), []
     for attend in (fused_attention, written_attention):
-        y = attend(q, *kv, **given, soft_cap=None, dropout_p=0.0)
+        y, _ = attend(q, *kv, **given, soft_cap=None, dropout_p=0.0)
         results.append([y, *torch.autograd.grad(y, [q, *kv], upstream)])
     tolerance = {torch.bfloat16: 5e-2, torch.float16: 5e-3, torch.float32: 1e-5, torch.float64: 1e-12}[dtype]
     for fused, written in zip(*results, strict=True):
