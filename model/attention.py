@@ -122,19 +122,18 @@ class CausalMultiHeadAttention(nn.Module):
         broadcasts to (b h q k), or is (b q k) for all heads alike, and must itself be causal; None is the causal mask.
         `bias` broadcasts to (b h q k) and is added to the scores.
         """
-        s, start = x.shape[1], cache.cache.length if cache is not None else 0
         q = rearrange(self.wq(x), "b s (h d) -> b h s d", h=self.n_heads)
         k, v = (rearrange(w(x), "b s (h d) -> b h s d", h=self.n_kv_heads) for w in (self.wk, self.wv))
         if self.q_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if self.rope is not None:
             if token_positions is None:
-                token_positions = torch.arange(start, start + s, device=x.device)
+                token_positions = torch.arange(x.shape[1], device=x.device) if cache is None else cache.slots
             q, k = self.rope(q, token_positions), self.rope(k, token_positions)
         if cache is not None:
             k, v = cache.append(k, v)  # everything seen so far
             if mask is None:  # the fused kernel's own causal flag would align to the top left
-                mask = causal_mask(s, start + s, x.device)
+                mask = causal_mask(cache.slots, k.shape[2])
         if mask is not None:
             mask = _fit_mask(mask, (*q.shape[:3], k.shape[2]))
         y, _ = self.attend(q, k, v, mask, bias, self.soft_cap, self.dropout if self.training else 0.0)

@@ -83,7 +83,7 @@ def _expand(name: str, x: Tensor, scores: Tensor) -> Tensor:
 
 
 def attention_mask(
-    T_q: int,
+    queries: int | Tensor,
     T_k: int,
     *,
     window: int | None = None,
@@ -93,27 +93,37 @@ def attention_mask(
 ) -> Tensor:
     """Who may look where, broadcasting to (b h q k): the one builder, for training, prompts, chunks and single tokens.
 
-    The T_q queries are the newest of the T_k slots: all of them without a cache, fewer with one. Causality goes by the
-    order of slots; `window`, `padding` (b k) and `documents` (b k) take away more.
+    `queries` is the slots (b q) or (1 q) in which they stand, among the T_k slots of the keys; or only their number, if
+    they are the newest: all T_k of them without a cache. Causality goes by the order of slots; `window`, `padding`
+    (b k) and `documents` (b k) take away more.
     """
-    mask = causal_mask(T_q, T_k, device)
+    mask = causal_mask(queries, T_k, device)
     if window is not None:
-        mask = mask & window_mask(T_q, T_k, window, device)
+        mask = mask & window_mask(queries, T_k, window, device)
     if padding is not None:
         mask = mask & padding_mask(padding)
     if documents is not None:
-        mask = mask & document_mask(documents, T_q)
+        mask = mask & document_mask(documents, queries)
     return mask
 
 
-def causal_mask(T_q: int, T_k: int, device: torch.device | None = None) -> Tensor:
-    """(q k): the last query sees every key, each earlier query one key less (aligned to the bottom right)."""
-    return torch.ones(T_q, T_k, dtype=torch.bool, device=device).tril(T_k - T_q)
+def _distance(queries: int | Tensor, T_k: int, device: torch.device | None) -> Tensor:
+    """How many slots further back than the query each key stands: (q k), or (b 1 q k) where rows differ."""
+    if isinstance(queries, Tensor):
+        slots, device = rearrange(queries, "b q -> b 1 q 1"), queries.device
+    else:
+        slots = torch.arange(T_k - queries, T_k, device=device).unsqueeze(-1)
+    return slots - torch.arange(T_k, device=device)
 
 
-def window_mask(T_q: int, T_k: int, window: int, device: torch.device | None = None) -> Tensor:
-    """(q k): a query sees nothing further back than itself and the window - 1 slots before ("Longformer", 2020)."""
-    return torch.ones(T_q, T_k, dtype=torch.bool, device=device).triu(T_k - T_q - window + 1)
+def causal_mask(queries: int | Tensor, T_k: int, device: torch.device | None = None) -> Tensor:
+    """A query sees itself and what stands before it; of the newest, the last sees every key (bottom right aligned)."""
+    return _distance(queries, T_k, device) >= 0
+
+
+def window_mask(queries: int | Tensor, T_k: int, window: int, device: torch.device | None = None) -> Tensor:
+    """A query sees nothing further back than itself and the window - 1 slots before ("Longformer", 2020)."""
+    return _distance(queries, T_k, device) < window
 
 
 def padding_mask(padding: Tensor) -> Tensor:
@@ -121,10 +131,13 @@ def padding_mask(padding: Tensor) -> Tensor:
     return rearrange(padding, "b k -> b 1 1 k")
 
 
-def document_mask(documents: Tensor, T_q: int | None = None) -> Tensor:
-    """(b k) document numbers -> (b 1 q k): a token sees its own document only; the queries are the last T_q, or all."""
-    queries = documents if T_q is None else documents[:, documents.shape[1] - T_q :]
-    return rearrange(queries, "b q -> b 1 q 1") == rearrange(documents, "b k -> b 1 1 k")
+def document_mask(documents: Tensor, queries: int | Tensor) -> Tensor:
+    """(b k) document numbers -> (b 1 q k): a token sees its own document only."""
+    if isinstance(queries, Tensor):
+        own = documents.gather(1, queries.expand(len(documents), -1))
+    else:
+        own = documents[:, documents.shape[1] - queries :]
+    return rearrange(own, "b q -> b 1 q 1") == rearrange(documents, "b k -> b 1 1 k")
 
 
 # --- the rest of the block ------------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """The decoder-only language model."""
 
+import copy
 import math
 
 import torch
@@ -157,6 +158,7 @@ class GPT(nn.Module):
         padding: Tensor | None = None,
         documents: Tensor | None = None,
         cache: KVCache | None = None,
+        at: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """tokens (b, s) -> logits (b, s, vocab); with targets (b, s) -> the summed loss in nats and its count.
 
@@ -165,41 +167,58 @@ class GPT(nn.Module):
         padding (b, cache.length + s): True at real tokens; the others are not looked at.
         documents (b, cache.length + s): numbers; tokens see their own document only.
         cache: what was read before; this forward appends to it.
+        at (b,): gives logits (b, vocab) of one token a row only, by its place in `tokens`; the others are not computed.
+        """
+        self._check(tokens, token_positions, padding, documents, cache)
+        if cache is not None:
+            cache.reserve(*tokens.shape, tokens.device)
+        logits = self.read(tokens, token_positions, padding, documents, cache, at)
+        if cache is not None:
+            cache.advance(tokens.shape[1])
+        return logits if targets is None else cross_entropy(logits, targets)
+
+    def read(
+        self,
+        tokens: Tensor,
+        token_positions: Tensor | None = None,
+        padding: Tensor | None = None,
+        documents: Tensor | None = None,
+        cache: KVCache | None = None,
+        at: Tensor | None = None,
+    ) -> Tensor:
+        """What `forward` computes, without its checks: from tensors alone, hence to be compiled once for all steps.
+
+        The cache must have room for the tokens and is not advanced.
         """
         s = tokens.shape[1]
-        start = cache.length if cache is not None else 0
-        self._check(tokens, token_positions, padding, documents, cache)
+        slots = None if cache is None else cache.next_slots(s)
         if token_positions is None:
-            token_positions = torch.arange(start, start + s, device=tokens.device)
+            token_positions = torch.arange(s, device=tokens.device) if slots is None else slots
         mask = None  # plain causal. Decided by arguments, never by values
         if padding is not None or documents is not None or cache is not None or self.window is not None:
+            queries, T_k = (s, s) if slots is None else (slots, cache.seen(s))
             mask = attention_mask(
-                s, start + s, window=self.window, padding=padding, documents=documents, device=tokens.device
+                queries, T_k, window=self.window, padding=padding, documents=documents, device=tokens.device
             )
         bias = None
         if self.alibi is not None:
-            seen = token_positions if cache is None else cache.append_positions(token_positions)
-            bias = self.alibi(token_positions, seen)
+            seen = token_positions if cache is None else cache.append_positions(token_positions, slots)
+            bias = self.alibi(token_positions.expand_as(tokens) if seen.ndim == 2 else token_positions, seen)
 
         x = self.embedding(tokens)
         if self.position_embedding is not None:
             x = self.position_embedding(x, token_positions)
         x = self.dropout(x)
         for i, block in enumerate(self.blocks):
-            x = block(x, token_positions, mask, cache.layers[i] if cache is not None else None, bias)
-        if cache is not None:
-            cache.length += s
-        logits = self.head(self.norm(x))[..., : self.vocab_size]
-        return logits if targets is None else cross_entropy(logits, targets)
+            x = block(x, token_positions, mask, None if cache is None else cache.layer(i, slots), bias)
+        if at is not None:
+            x = x[torch.arange(len(x), device=x.device), at]
+        return self.head(self.norm(x))[..., : self.vocab_size]
 
     def _check(self, tokens: Tensor, token_positions, padding, documents, cache: KVCache | None):
         (b, s), start = tokens.shape, cache.length if cache is not None else 0
         if token_positions is None and start + s > self.max_seq_len:
             raise ValueError(f"{start + s} tokens are more than max_seq_len {self.max_seq_len}: give fewer, or slide")
-        if cache is not None and start + s > cache.capacity:
-            raise ValueError(
-                f"{start + s} tokens are more than the cache's capacity {cache.capacity}: make a larger one"
-            )
         if token_positions is not None:
             if token_positions.shape not in ((s,), (b, s)):
                 raise ValueError(
@@ -216,6 +235,32 @@ class GPT(nn.Module):
     def new_cache(self, capacity: int | None = None) -> KVCache:
         """An empty cache for `capacity` tokens a row; None: max_seq_len."""
         return KVCache(len(self.blocks), self.max_seq_len if capacity is None else capacity)
+
+    def extended(self, n: int) -> "GPT":
+        """The same weights behind a RoPE that reaches n tokens or more; this model itself, if it does so already.
+
+        max_seq_len is doubled as often as needed, and RoPE scaled by YaRN (or as this model has it already) by the same
+        factor. The weights are shared. ValueError for other position schemes.
+        """
+        if n <= self.max_seq_len:
+            return self
+        if self.arguments["positions"] != "rope":
+            raise ValueError(
+                f"only positions=rope can be extended to {n} tokens, beyond max_seq_len {self.max_seq_len}, "
+                f"got {self.arguments['positions']}"
+            )
+        times = 2 ** math.ceil(math.log2(n / self.max_seq_len))
+        shared = {id(tensor): tensor for tensor in (*self.parameters(), *self.buffers())}
+        longer = copy.deepcopy(self, shared)
+        longer.max_seq_len *= times
+        longer.arguments |= {
+            "max_seq_len": longer.max_seq_len,
+            "rope_scaling": self.arguments["rope_scaling"] or "yarn",
+            "rope_factor": self.arguments["rope_factor"] * times,
+        }
+        for block in longer.blocks:
+            block.attention.rope = block.attention.rope.stretched(times)
+        return longer
 
     def use_attention(self, backend: str):
         """Computes attention by torch's "fused" kernel (the default) or as "written" in functional.py; same result."""

@@ -83,7 +83,8 @@ class RotaryPositionalEmbedding(_Fixed):
             raise ValueError(f"RoPE turns pairs of dimensions: the head width must be even, got {d_k}")
         if pairing not in ("half", "interleaved"):
             raise ValueError(f"pairing must be half or interleaved, got {pairing}")
-        self.max_seq_len, self.pairing = max_seq_len, pairing
+        self.arguments = (theta, d_k, max_seq_len, pairing, scaling, factor)
+        self.pairing = pairing
         speeds, amplitude = rope_speeds(theta, d_k, scaling, factor, max_seq_len)
         # float64 first: in float32 the angles at position 100,000 are already off by 0.005
         angles = torch.outer(torch.arange(max_seq_len).double(), speeds)
@@ -96,6 +97,12 @@ class RotaryPositionalEmbedding(_Fixed):
         if token_positions.ndim == 2:
             cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)  # the same for all heads
         return rotate(x, cos, sin, self.pairing)
+
+    def stretched(self, times: int) -> "RotaryPositionalEmbedding":
+        """One that reaches so many times as far, scaled by the same factor more; by YaRN where it was not scaled."""
+        theta, d_k, max_seq_len, pairing, scaling, factor = self.arguments
+        longer = (theta, d_k, max_seq_len * times, pairing, scaling or "yarn", factor * times)
+        return RotaryPositionalEmbedding(*longer).to(self.cos.device)
 
 
 def rope_speeds(

@@ -1,10 +1,13 @@
 """torch.compile, where it works."""
 
 from collections.abc import Callable
+from types import FunctionType
 
 import torch
 from torch import Tensor
 
+from model.cache import KVCache
+from model.generation import Step, encode, next_logits
 from model.gpt import GPT
 
 
@@ -30,3 +33,35 @@ def compile_forward(
             compiled = model
     model.zero_grad(set_to_none=True)
     return compiled
+
+
+def compile_step(model: GPT, rows: int, warn: Callable[[str], None]) -> Step:
+    """A compiled next_logits for so many rows of this model, tried out; next_logits itself if that fails.
+
+    One compilation serves every size of the cache. Guards that look whether the model has changed since, which would
+    take longer than some of its kernels, are left out: the result is for this model, as it is now. On a GPU the step
+    is one CUDA graph for each size of the cache.
+    """
+    on_cpu = model.embedding.weight.device.type == "cpu"
+    how = {"cpp_wrapper": True} if on_cpu else {"triton.cudagraphs": True}
+    options = {"guard_filter_fn": torch.compiler.keep_tensor_guards_unsafe, **how}
+    # torch keeps what it compiled by the function's code: one of its own, so that no other model is taken for this one
+    own = FunctionType(next_logits.__code__.replace(), next_logits.__globals__)
+    compiled = torch.compile(own, dynamic=False, options=options)
+
+    def step(other: GPT, tokens: Tensor, cache: KVCache) -> Tensor:
+        return (compiled if other is model else next_logits)(other, tokens, cache)
+
+    try:
+        with torch.inference_mode():
+            tokens = torch.zeros(rows, 1, dtype=torch.long, device=model.embedding.weight.device)
+            _, cache = encode(model, list(tokens), capacity=model.max_seq_len)
+            cache.reserve(rows, 1, tokens.device)
+            for tensor in (*cache.k, *cache.v):
+                torch._dynamo.mark_dynamic(tensor, 2)
+            step(model, tokens, cache)
+    except Exception as error:  # of many kinds: no compiler, no headers, an operation that is not covered
+        reason = next(iter(str(error).splitlines()), "")
+        warn(f"torch.compile failed, going on without: {type(error).__name__}: {reason}")
+        return next_logits
+    return step

@@ -330,8 +330,9 @@ def test_positions_may_be_the_same_for_all_rows_or_each_rows_own():
 
 def test_slots_not_yet_written_are_zero():
     cache, module = KVCache(1, capacity=20), attention()
-    module(some(), cache=cache.layers[0])
-    for slots in (cache.layers[0].k, cache.layers[0].v):
+    cache.reserve(2, 9, torch.device("cpu"))
+    module(some(), cache=cache.layer(0, cache.next_slots(9)))
+    for slots in (cache.k[0], cache.v[0]):
         assert slots.shape == (2, 4, 20, 4)
         assert (slots[:, :, :9].abs().sum(-1) > 0).all()
         assert (slots[:, :, 9:] == 0).all()
@@ -339,11 +340,12 @@ def test_slots_not_yet_written_are_zero():
 
 @pytest.mark.parametrize(("rows", "tokens", "message"), [(1, 3, "2 rows, got 1"), (2, 12, "21 tokens.*capacity 20")])
 def test_what_does_not_fit_the_cache_is_refused(rows, tokens, message):
-    cache, module = KVCache(1, capacity=20), attention()
-    module(some(), cache=cache.layers[0])
-    cache.length = 9
+    cache = KVCache(1, capacity=20)
+    cache.reserve(2, 9, torch.device("cpu"))
+    cache.advance(9)
     with pytest.raises(ValueError, match=message):
-        module(some(rows, tokens, 16), cache=cache.layers[0])
+        cache.reserve(rows, tokens, torch.device("cpu"))
+    assert (cache.rows, cache.length) == (2, 9)
 
 
 @pytest.mark.parametrize(

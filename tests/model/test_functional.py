@@ -330,8 +330,8 @@ def test_the_one_builder_says_what_a_loop_over_pairs_says(data):
 def test_masks_combine_and_broadcast_with_the_head_axis_or_without():
     padding, documents = torch.tensor([[True, True, False]]), torch.tensor([[0, 1, 1]])
     assert padding_mask(padding).shape == (1, 1, 1, 3)
-    assert document_mask(documents).shape == (1, 1, 3, 3)
-    both = causal_mask(3, 3) & padding_mask(padding) & document_mask(documents)
+    assert document_mask(documents, 3).shape == (1, 1, 3, 3)
+    both = causal_mask(3, 3) & padding_mask(padding) & document_mask(documents, 3)
     assert both[0, 0].int().tolist() == [[1, 0, 0], [0, 1, 0], [0, 1, 0]]
     heads = torch.tensor([True, False]).view(2, 1, 1)  # a mask of (h 1 1) shuts a head
     assert (both & heads).shape == (1, 2, 3, 3)
