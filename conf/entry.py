@@ -16,7 +16,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from conf.schema import parse, unknown_key
+from conf.schema import check_rules, parse, unknown_key
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 A_USERS_FILE = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError, FileExistsError)
@@ -44,7 +44,8 @@ def entry_point(config_name: str, schema: type, actions: tuple[str, ...] = ()) -
 
     With `actions` it is run(cfg, action): one of these words may come first on the command line, else it is None.
     What follows `--` on the command line becomes the setting `prompt`. Only train.py has a run folder; the other
-    scripts leave nothing behind. A user's mistake prints one line and exits 2, Ctrl-C exits 130.
+    scripts leave nothing behind. A user's mistake prints one line and exits 2, Ctrl-C exits 130; that a reader of the
+    output leaves is no error.
     """
 
     def decorate(run: Callable) -> Callable:
@@ -65,7 +66,11 @@ def entry_point(config_name: str, schema: type, actions: tuple[str, ...] = ()) -
                         if not hasattr(cfg, "prompt"):
                             raise ValueError(f"text after -- has no use here, got {text!r}")
                         cfg = replace(cfg, prompt=text)
+                        check_rules(cfg)
                     run(cfg, action) if actions else run(cfg)
+                    sys.stdout.flush()
+                except BrokenPipeError:  # whoever read the output, `head` say, has enough
+                    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
                 except (ValueError, OmegaConfBaseException, *A_USERS_FILE) as error:
                     _remove_empty_run_folder()
                     _fail(" ".join(str(error).split()))

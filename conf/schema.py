@@ -152,14 +152,27 @@ class Generate:
     """Everything that `python -m scripts.generate` can be told."""
 
     checkpoint: str
-    prompt: str
+    prompt: str | None
+    prompt_file: str | None
+    prompts_file: str | None
+    interactive: bool
     num_samples: int = number(at_least=1)
+    best_of: int = number(at_least=1)
     max_new_tokens: int = number(at_least=1)
+    stop: list[str]
     temperature: float = number(at_least=0)
     top_k: int | None = number(at_least=1)
     top_p: float | None = number(above=0, at_most=1)
-    seed: int = number(at_least=0)
+    min_p: float | None = number(above=0, at_most=1)
+    repetition_penalty: float = number(above=0)
+    frequency_penalty: float = number()
+    seed: int | None = number(at_least=0)
+    overflow: str = one_of("error", "slide", "extend")
+    batch: int = number(at_least=1)
     device: str
+    precision: str = one_of("fp32", "bf16")
+    quantize: str | None = one_of("int8")
+    compile: bool
 
 
 @dataclass
@@ -171,6 +184,7 @@ class Evaluate:
     seq_len: int | None = number(at_least=1)
     batch: int = number(at_least=1)
     device: str
+    quantize: str | None = one_of("int8")
     data: Data | None
 
 
@@ -215,8 +229,19 @@ def parse(cfg: DictConfig, schema: type = Train):
         reason = str(error).split("\n")[0].replace("'", "")
         raise ValueError(f"{error.full_key}: {reason}" if error.full_key else reason) from error
     _check_ranges(parsed)
-    _check_rules(parsed)
+    check_rules(parsed)
     return parsed
+
+
+def changed(cfg, key: str, value: str):
+    """A parsed config with one of its values set anew, as a command line would; ValueError as from parse."""
+    if key not in {item.name for item in fields(cfg)}:
+        raise ValueError(unknown_key(key, type(cfg)))
+    try:
+        new = OmegaConf.merge(OmegaConf.structured(cfg), OmegaConf.from_dotlist([f"{key}={value}"]))
+    except Exception as error:  # of the YAML reader and OmegaConf, of several kinds
+        raise ValueError(f"{key} cannot be {value}: {str(error).splitlines()[0]}") from error
+    return parse(new, type(cfg))
 
 
 def unknown_key(key: str, schema: type = Train) -> str:
@@ -282,7 +307,20 @@ def _check_data(data: Data):
         raise ValueError("data.separator must hold at least one character, or be null, got an empty text")
 
 
-def _check_rules(cfg):
+def _check_generate(cfg: Generate):
+    given = [name for name in ("prompt", "prompt_file", "prompts_file") if getattr(cfg, name) is not None]
+    if len(given) > 1 or (cfg.interactive and given):
+        names = ", ".join([*given, *(["interactive"] if cfg.interactive else [])])
+        raise ValueError(f"one way to give a prompt is enough, got {names} (what follows -- is prompt)")
+    if cfg.best_of > 1 and cfg.temperature == 0:
+        raise ValueError(f"best_of draws different texts: it needs a temperature above 0, got {cfg.best_of} and 0")
+    if cfg.interactive and (cfg.num_samples > 1 or cfg.best_of > 1):
+        raise ValueError("interactive=true writes one text at a time: num_samples and best_of must be 1")
+    if "" in cfg.stop:
+        raise ValueError("stop must hold texts of at least one character, got an empty one")
+
+
+def check_rules(cfg):
     """Rules between fields."""
     if hasattr(cfg, "tokenizer"):
         t = cfg.tokenizer
@@ -316,6 +354,8 @@ def _check_rules(cfg):
         raise ValueError(f"shard_index needs num_shards above 1, got {cfg.shard_index} and 1")
     if isinstance(cfg, Prepare) and cfg.shard_index is not None and cfg.shard_index >= cfg.num_shards:
         raise ValueError(f"shard_index must be below num_shards, got {cfg.shard_index} and {cfg.num_shards}")
+    if isinstance(cfg, Generate):
+        _check_generate(cfg)
     if not isinstance(cfg, Train):
         return
     m, o = cfg.model, cfg.optimizer

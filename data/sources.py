@@ -207,9 +207,7 @@ def read_file(path: str, data: dict) -> Iterator[Document]:
 
 
 def _plain_text(path: str, data: dict) -> Iterator[Document]:
-    separator = data["separator"]
-    if separator is not None:  # a shell hands on \n as two characters
-        separator = separator.replace("\\n", "\n").replace("\\r", "\r").replace("\\t", "\t")
+    separator = None if data["separator"] is None else unescape(data["separator"])
     with _open(path) as file:
         if separator is None:
             yield Document(path, _decode(file.read(), path, 0, data["encoding_errors"]))
@@ -218,6 +216,11 @@ def _plain_text(path: str, data: dict) -> Iterator[Document]:
         for i, piece in enumerate(_pieces(file, separator.encode())):
             yield Document(f"{path}:{i}", _decode(piece, path, offset, data["encoding_errors"]))
             offset += len(piece) + len(separator.encode())
+
+
+def unescape(text: str) -> str:
+    r"""Line breaks and tabs for \n, \r and \t, which a shell hands on as two characters."""
+    return text.replace("\\n", "\n").replace("\\r", "\r").replace("\\t", "\t")
 
 
 def _pieces(file: io.BufferedIOBase, separator: bytes) -> Iterator[bytes]:

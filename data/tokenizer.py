@@ -79,12 +79,16 @@ class Tokenizer(ABC):
         """The text of some ids; bytes that are no UTF-8 (half a character) become U+FFFD."""
         return b"".join(self.token_bytes(int(token)) for token in tokens).decode("utf-8", "replace")
 
+    def decoder(self, after: list[int]) -> "Decoder":
+        """What turns tokens into text one by one. `after`: the ids that they follow, whole text."""
+        return Decoder(self)
+
     def stream(self, tokens: Iterable[int], after: list[int]) -> Iterator[str]:
         """The text of tokens as they come, never half a character. `after`: the ids that they follow, whole text."""
-        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        decoder = self.decoder(after)
         for token in tokens:
-            yield decoder.decode(self.token_bytes(int(token)))
-        yield decoder.decode(b"", final=True)
+            yield decoder.push(int(token))
+        yield decoder.end()
 
     def token_lengths(self) -> np.ndarray:
         """Bytes of text in each token, (vocab_size,): what turns nats per token into bits per byte."""
@@ -98,6 +102,21 @@ class Tokenizer(ABC):
         """Writes all that `load_tokenizer` needs."""
         folder.mkdir(parents=True, exist_ok=True)
         (folder / FILE).write_text(json.dumps(self.vocabulary(), ensure_ascii=False), encoding="utf-8")
+
+
+class Decoder:
+    """Text of tokens that come one by one; what is not yet a whole character waits for the next."""
+
+    def __init__(self, tokenizer: Tokenizer):
+        self.tokenizer = tokenizer
+        self.characters = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, token: int) -> str:
+        return self.characters.decode(self.tokenizer.token_bytes(token))
+
+    def end(self) -> str:
+        """What still waits: half a character becomes U+FFFD."""
+        return self.characters.decode(b"", final=True)
 
 
 class ByteTokenizer(Tokenizer):
@@ -374,18 +393,8 @@ class JSONTokenizer(Tokenizer):
     def decode(self, tokens: Iterable[int]) -> str:
         return self.tokenizer.decode([int(token) for token in tokens])
 
-    def stream(self, tokens: Iterable[int], after: list[int]) -> Iterator[str]:
-        from tokenizers.decoders import DecodeStream
-
-        decoder = DecodeStream(ids=after, skip_special_tokens=True)
-        seen, sent = list(after), len(self.decode(after))
-        for token in tokens:
-            seen.append(int(token))
-            piece = decoder.step(self.tokenizer, seen[-1])
-            if piece is not None:
-                sent += len(piece)
-                yield piece
-        yield self.decode(seen)[sent:]  # half a character at the end
+    def decoder(self, after: list[int]) -> "JSONDecoder":
+        return JSONDecoder(self, after)
 
     def vocabulary(self) -> dict:
         return {
@@ -401,6 +410,26 @@ class JSONTokenizer(Tokenizer):
     def save(self, folder: Path):
         super().save(folder)
         (folder / self.FILE).write_text(self.content, encoding="utf-8")
+
+
+class JSONDecoder(Decoder):
+    """By the library's own stream, which knows what a tokenizer.json does to spaces between tokens."""
+
+    def __init__(self, tokenizer: JSONTokenizer, after: list[int]):
+        from tokenizers.decoders import DecodeStream
+
+        self.tokenizer = tokenizer
+        self.pieces = DecodeStream(ids=after, skip_special_tokens=True)
+        self.seen, self.sent = list(after), len(tokenizer.decode(after))
+
+    def push(self, token: int) -> str:
+        self.seen.append(token)
+        piece = self.pieces.step(self.tokenizer.tokenizer, token) or ""
+        self.sent += len(piece)
+        return piece
+
+    def end(self) -> str:
+        return self.tokenizer.decode(self.seen)[self.sent :]
 
 
 def read_json(path: str | Path, beginning: str | None, end_of_text: str) -> JSONTokenizer:

@@ -12,8 +12,8 @@ FEW_ROWS = 16
 class Int8Linear(nn.Module):
     """A linear layer that holds a byte a weight: rows of int8, each with its scale, the largest weight / 127.
 
-    For few rows of x on a CPU, torch's kernel multiplies the bytes as they are, with x in bfloat16; else the weights
-    are brought back to the type of x first.
+    For few rows of x on a CPU, torch's kernel multiplies the bytes as they are, with x in bfloat16; it reads a row's
+    weights 32 at a time, with no regard for what is left. Else they are brought back to the type of x first.
     """
 
     def __init__(self, linear: nn.Linear):
@@ -26,7 +26,7 @@ class Int8Linear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x (... d_in) -> (... d_out), in the type of x."""
         rows = x.flatten(0, -2)
-        if x.device.type == "cpu" and len(rows) <= FEW_ROWS:
+        if x.device.type == "cpu" and len(rows) <= FEW_ROWS and self.weight.shape[1] % 32 == 0:
             y = torch._weight_int8pack_mm(rows.bfloat16().contiguous(), self.weight, self.scale)
             return y.to(x.dtype).unflatten(0, x.shape[:-1])
         return F.linear(x, self.weight.to(x.dtype)) * self.scale.to(x.dtype)

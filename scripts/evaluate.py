@@ -12,6 +12,7 @@ from data import sources
 from data.corpus import Tokens
 from data.prepare import prepare, saved_tokenizer
 from data.tokenizer import load_tokenizer
+from model.quantize import quantize_int8
 from training import auto, checkpoint
 from training.evaluation import evaluate
 
@@ -21,6 +22,8 @@ def main(cfg: Evaluate):
     folder = checkpoint.find(cfg.checkpoint)
     about = checkpoint.read_about(folder)
     model = checkpoint.load_model(folder, auto.choose_device(cfg.device))
+    if cfg.quantize == "int8":
+        model = quantize_int8(model)
     tokenizer = load_tokenizer(folder / "tokenizer")
 
     if cfg.data is not None and cfg.data.source == "files":  # all that is named is meant

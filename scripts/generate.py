@@ -1,54 +1,301 @@
 """Writes text with a trained model.  python -m scripts.generate checkpoint=runs/NAME -- To be, or not"""
 
+import contextlib
+import json
+import secrets
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from pathlib import Path
 
 import torch
+from rich.console import Console
+from rich.progress import track
 
 from conf.entry import entry_point
-from conf.schema import Generate
-from data.tokenizer import load_tokenizer
-from model import generate
+from conf.schema import Generate, changed
+from data.continuation import Continuation
+from data.sources import unescape
+from data.tokenizer import Tokenizer, load_tokenizer
+from model import GPT, generate
+from model.generation import READ_EVERY, Step
+from model.quantize import favour_few_rows, quantize_int8
 from training import auto, checkpoint
+from training.compilation import compile_step
+
+SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "frequency_penalty")
 
 
 @entry_point("generate", Generate)
 def main(cfg: Generate):
     folder = checkpoint.find(cfg.checkpoint, warn=warn)
     model = checkpoint.load_model(folder, auto.choose_device(cfg.device))
-    tokenizer = load_tokenizer(folder / "tokenizer")
-    prompt = tokenizer.prompt(cfg.prompt)
-    if len(prompt) + cfg.max_new_tokens - 1 > model.max_seq_len:
-        half = model.max_seq_len // 2
-        warn(f"longer than the context of {model.max_seq_len} tokens: when it is full, the last {half} are read again")
+    model = quantize_int8(model) if cfg.quantize == "int8" else favour_few_rows(model)
+    if cfg.precision == "bf16":
+        model = model.bfloat16()
+    writer = Writer(model, load_tokenizer(folder / "tokenizer"))
+    if cfg.interactive:
+        talk(writer, cfg)
+    elif cfg.prompts_file is not None:
+        write_lines(writer, cfg, read_text(cfg.prompts_file).split("\n"))
+    else:
+        write_samples(writer, cfg, find_prompt(cfg))
 
-    def tokens(seed: int) -> Iterator[int]:
-        columns = generate(
-            model,
-            torch.tensor([prompt], device=model.embedding.weight.device),
-            cfg.max_new_tokens,
-            temperature=cfg.temperature,
-            top_k=cfg.top_k,
-            top_p=cfg.top_p,
-            seeds=[seed],
-            overflow="slide",
-        )
-        for column in columns:
-            if (token := column.item()) in tokenizer.stops:
-                return
-            yield token
 
-    for i in range(cfg.num_samples):
-        if cfg.num_samples > 1:
-            print(f"--- {i + 1} of {cfg.num_samples}, seed {cfg.seed + i}")
-        print(cfg.prompt, end="", flush=True)
-        for piece in tokenizer.stream(tokens(cfg.seed + i), after=prompt):
-            print(piece, end="", flush=True)
-        print()
+def find_prompt(cfg: Generate) -> str:
+    if cfg.prompt_file is not None:
+        return read_text(cfg.prompt_file)
+    if cfg.prompt is None and not sys.stdin.isatty():
+        return sys.stdin.read().removesuffix("\n")
+    return cfg.prompt or ""
+
+
+def read_text(path: str) -> str:
+    """Without the line break at its end, which editors put there."""
+    try:
+        return Path(path).read_text(encoding="utf-8").removesuffix("\n")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8: {error}") from error
 
 
 def warn(text: str):
     print(text, file=sys.stderr)
+
+
+class Writer:
+    """A model and its tokenizer, and how long they took since the last report."""
+
+    def __init__(self, model: GPT, tokenizer: Tokenizer):
+        self.tokenizer, self.model = tokenizer, model
+        self.models = {model.max_seq_len: model}  # and with an extended RoPE
+        self.steps: dict[tuple[int, int], Step] = {}  # compiled, by reach and number of rows
+        self.rows: list[Continuation] = []  # those of the last write
+        self.slid = False
+        self.n_prompt = self.n_first = self.n_later = 0
+        self.prompt_seconds = self.later_seconds = 0.0
+
+    def write(
+        self, cfg: Generate, prompts: list[list[int]], seeds: Sequence[int], *, stream: bool = False
+    ) -> Iterator[list[Continuation]]:
+        """Yields the continuations of prompts while they grow, the last time when all have ended.
+
+        After each token with `stream` or stop strings, else every 16.
+        """
+        stop = [unescape(text) for text in cfg.stop]
+        self.rows = [Continuation(self.tokenizer, prompt, stop) for prompt in prompts]
+        model = self.reaching(max(map(len, prompts)) + cfg.max_new_tokens - 1, cfg.overflow)
+        columns = generate(
+            model,
+            prompts,
+            cfg.max_new_tokens,
+            seeds=seeds,
+            stops=self.tokenizer.stops,
+            overflow="slide" if cfg.overflow == "slide" else "error",
+            log_probabilities=True,
+            step=self.compiled(model, len(prompts)) if cfg.compile else None,
+            **{name: getattr(cfg, name) for name in SAMPLING},
+        )
+        began = time.perf_counter()
+        first, last = True, began
+        while some := list(islice(columns, 1 if first or stream or cfg.stop else READ_EVERY)):
+            tokens, values = (torch.stack(column, dim=1).tolist() for column in zip(*some, strict=True))
+            before = sum(len(row.tokens) for row in self.rows)
+            for row, new, of_new in zip(self.rows, tokens, values, strict=True):
+                for token, value in zip(new, of_new, strict=True):
+                    row.push(token, value)
+            now = time.perf_counter()
+            if first:
+                self.n_prompt += sum(map(len, prompts))
+                self.n_first += len(prompts)
+                self.prompt_seconds += now - began
+            else:
+                self.n_later += sum(len(row.tokens) for row in self.rows) - before
+                self.later_seconds += now - last
+            first, last = False, now
+            yield self.rows
+            if all(row.finish_reason for row in self.rows):
+                return
+        for row in self.rows:
+            row.finish()
+        yield self.rows
+
+    def reaching(self, n: int, overflow: str) -> GPT:
+        """The model for n tokens, which is the same unless RoPE is to be extended."""
+        if overflow == "extend":
+            model = self.model.extended(n)
+            return self.models.setdefault(model.max_seq_len, model)
+        if overflow == "slide" and n > self.model.max_seq_len and not self.slid:
+            half = max(1, self.model.max_seq_len // 2)
+            warn(
+                f"longer than the context of {self.model.max_seq_len} tokens: when full, the last {half} are read again"
+            )
+            self.slid = True
+        return self.model
+
+    def compiled(self, model: GPT, rows: int) -> Step:
+        """The step for so many rows, compiled when it is first asked for."""
+        key = (model.max_seq_len, rows)
+        if key not in self.steps:
+            began = time.perf_counter()
+            self.steps[key] = compile_step(model, rows, warn)
+            warn(f"compiled in {time.perf_counter() - began:.1f} s")
+        return self.steps[key]
+
+    def report(self, seed: int):
+        speed = f", {self.n_later / self.later_seconds:.1f} tokens/s" if self.n_later else ""
+        prompt = f"prompt of {self.n_prompt} tokens in {self.prompt_seconds:.2f} s"
+        warn(f"{self.n_first + self.n_later} tokens{speed}, {prompt}, seed {seed}")
+        self.n_prompt = self.n_first = self.n_later = 0
+        self.prompt_seconds = self.later_seconds = 0.0
+
+
+def draw_seed(cfg: Generate) -> int:
+    return secrets.randbelow(2**31) if cfg.seed is None else cfg.seed
+
+
+def best(rows: list[Continuation], n: int) -> list[Continuation]:
+    """Of each n the one whose tokens the model finds most likely on average."""
+    return [max(rows[i : i + n], key=lambda row: row.mean_log_probability) for i in range(0, len(rows), n)]
+
+
+# --- one prompt -----------------------------------------------------------------------------------------------------
+
+
+class Screen:
+    """Prints texts one below the other: the first as it grows, each other when those before it have ended."""
+
+    def __init__(self, prompt: str, n: int):
+        self.prompt, self.n = prompt, n
+        self.current, self.shown = 0, None
+
+    def show(self, rows: list[Continuation]):
+        while self.current < self.n:
+            text = rows[self.current].text
+            if self.shown is None:
+                title = f"--- {self.current + 1} of {self.n}\n" if self.n > 1 else ""
+                print(title + self.prompt, end="", flush=True)
+                self.shown = 0
+            print(text[self.shown :], end="", flush=True)
+            self.shown = len(text)
+            if rows[self.current].finish_reason is None:
+                return
+            print(flush=True)
+            self.current, self.shown = self.current + 1, None
+
+
+def write_samples(writer: Writer, cfg: Generate, prompt: str):
+    """num_samples of one prompt, written side by side; after Ctrl-C with what there is of them."""
+    ids, seed = writer.tokenizer.prompt(prompt), draw_seed(cfg)
+    seeds = [seed + i for i in range(cfg.num_samples * cfg.best_of)]
+    screen = Screen(prompt, cfg.num_samples)
+    try:
+        for rows in writer.write(cfg, [ids] * len(seeds), seeds, stream=cfg.best_of == 1):
+            if cfg.best_of == 1:
+                screen.show(rows)
+    finally:
+        for row in writer.rows:
+            row.finish()
+        if all(row.tokens for row in writer.rows):
+            try:
+                screen.show(best(writer.rows, cfg.best_of))
+            finally:
+                writer.report(seed)
+
+
+# --- a prompt a line ------------------------------------------------------------------------------------------------
+
+
+def write_lines(writer: Writer, cfg: Generate, lines: list[str]):
+    """For each line num_samples lines of JSON, in order, printed as soon as their batch has ended."""
+    seed, reach = draw_seed(cfg), writer.model.max_seq_len
+    prompts = [writer.tokenizer.prompt(line) for line in lines]  # what cannot be read is found before any work
+    for i, prompt in enumerate(prompts):
+        if cfg.overflow == "error" and len(prompt) + cfg.max_new_tokens - 1 > reach:
+            raise ValueError(
+                f"line {i + 1}: {len(prompt)} prompt tokens and {cfg.max_new_tokens} new ones are more than "
+                f"max_seq_len {reach} reads"
+            )
+    jobs = [i for i in range(len(lines)) for _ in range(cfg.num_samples)]
+    at_once = max(1, cfg.batch // cfg.best_of)
+    console = Console(stderr=True)
+    try:
+        for start in track(range(0, len(jobs), at_once), "writing", console=console, disable=not sys.stderr.isatty()):
+            some = jobs[start : start + at_once]
+            n, first = len(some) * cfg.best_of, seed + start * cfg.best_of
+            *_, rows = writer.write(
+                cfg, [prompts[i] for i in some for _ in range(cfg.best_of)], range(first, first + n)
+            )
+            for i, row in zip(some, best(rows, cfg.best_of), strict=True):
+                line = {"prompt": lines[i], "text": row.text, "tokens": row.tokens}
+                line |= {"log_probabilities": row.log_probabilities, "finish_reason": row.finish_reason}
+                print(json.dumps(line, ensure_ascii=False), flush=True)
+    finally:
+        writer.report(seed)
+
+
+# --- a prompt again and again ---------------------------------------------------------------------------------------
+
+TUNABLE = (*SAMPLING, "max_new_tokens", "stop", "seed")
+HELP = f"""What you type continues the text, and the model continues it. Ctrl-C ends what it writes, Ctrl-D everything.
+/reset                begins a new text
+/temperature 0.7      sets it from now on; so do {", ".join(f"/{name}" for name in TUNABLE[1:])}
+/help                 says this"""
+
+
+def talk(writer: Writer, cfg: Generate):
+    with contextlib.suppress(ImportError):  # edits and remembers lines, where the system has it
+        import readline  # noqa: F401
+    warn(HELP)
+    text = ""
+    while True:
+        try:
+            line = input("> ")
+        except EOFError:
+            print()
+            return
+        except KeyboardInterrupt:
+            print()
+            continue
+        try:
+            if line.startswith("/"):
+                text, cfg = obey(line[1:], text, cfg)
+            else:
+                whole = f"{text}\n{line}" if text else line
+                text = whole + write_on(writer, cfg, whole)
+        except ValueError as error:
+            warn(f"error: {error}")
+
+
+def obey(command: str, text: str, cfg: Generate) -> tuple[str, Generate]:
+    """Does what stands behind a slash -> the text and the settings to go on with."""
+    name, _, value = command.strip().partition(" ")
+    if name == "reset":
+        return "", cfg
+    if name == "help":
+        warn(HELP)
+        return text, cfg
+    if name not in TUNABLE:
+        raise ValueError(f"/{name} is unknown: there are /reset, /help, {', '.join(f'/{known}' for known in TUNABLE)}")
+    if not value:
+        warn(f"{name} is {getattr(cfg, name)}")
+        return text, cfg
+    return text, changed(cfg, name, value)
+
+
+def write_on(writer: Writer, cfg: Generate, text: str) -> str:
+    """Prints and gives a continuation; after Ctrl-C what there is of it."""
+    seed, shown = draw_seed(cfg), 0
+    ids = writer.tokenizer.prompt(text)
+    try:
+        for (row,) in writer.write(cfg, [ids], [seed], stream=True):
+            print(row.text[shown:], end="", flush=True)
+            shown = len(row.text)
+    except KeyboardInterrupt:
+        (row,) = writer.rows
+    print(flush=True)
+    writer.report(seed)
+    return row.text
 
 
 if __name__ == "__main__":

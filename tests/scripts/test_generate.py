@@ -1,0 +1,316 @@
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+from conf.entry import REPOSITORY
+from conf.schema import Generate
+from data.tokenizer import ByteTokenizer, CharacterTokenizer
+from model import GPT, generate
+from scripts.generate import Writer, find_prompt, talk, write_lines, write_samples
+from training import checkpoint
+
+
+@pytest.fixture
+def model():
+    shape = {"d_model": 16, "n_layers": 2, "n_heads": 2, "d_ff": 24, "max_seq_len": 64}
+    model = GPT(257, **shape).eval()
+    torch.nn.init.normal_(model.head.weight, std=0.3)
+    return model
+
+
+@pytest.fixture
+def writer(model):
+    return Writer(model, ByteTokenizer())
+
+
+@pytest.fixture
+def cfg(settings):
+    def make(*overrides):
+        return settings("checkpoint=x", "max_new_tokens=20", *overrides, config="generate", kind=Generate)
+
+    return make
+
+
+def alone(model, prompt: str, seed: int, n=20, **options) -> list[int]:
+    options = {"temperature": 0.7, "top_p": 0.9, **options}
+    columns = generate(model, [ByteTokenizer().prompt(prompt)], n, seeds=[seed], overflow="slide", **options)
+    return until_stop(torch.cat(list(columns)).tolist())
+
+
+def until_stop(tokens: list[int]) -> list[int]:
+    return tokens[: tokens.index(256) + 1] if 256 in tokens else tokens
+
+
+def text_of(tokens) -> str:
+    return ByteTokenizer().decode(tokens)
+
+
+# --- one prompt -----------------------------------------------------------------------------------------------------
+
+
+def test_the_prompt_and_its_continuation_are_printed_and_a_report_goes_to_stderr(writer, cfg, model, capsys):
+    write_samples(writer, cfg("seed=3"), "To be")
+    out, err = capsys.readouterr()
+    assert out == "To be" + text_of(alone(model, "To be", 3)) + "\n"
+    assert "20 tokens, " in err
+    assert "tokens/s, prompt of 5 tokens in " in err
+    assert err.endswith("s, seed 3\n")
+
+
+def test_samples_are_those_of_their_seeds_one_below_the_other(writer, cfg, model, capsys):
+    write_samples(writer, cfg("num_samples=3", "seed=5"), "ab")
+    texts = [text_of(alone(model, "ab", seed)) for seed in (5, 6, 7)]
+    assert capsys.readouterr().out == "".join(f"--- {i + 1} of 3\nab{text}\n" for i, text in enumerate(texts))
+    assert len(set(texts)) == 3
+
+
+def test_best_of_shows_the_text_that_the_model_finds_most_likely(writer, cfg, model, capsys):
+    write_samples(writer, cfg("num_samples=2", "best_of=3", "temperature=1.5"), "ab")
+
+    def score(tokens):
+        whole = torch.tensor([[*ByteTokenizer().prompt("ab"), *tokens]])
+        logs = model(whole).log_softmax(-1)[0]
+        return sum(logs[1 + i, token].item() for i, token in enumerate(tokens)) / len(tokens)
+
+    drawn = [alone(model, "ab", seed, temperature=1.5) for seed in range(6)]
+    chosen = [max(drawn[:3], key=score), max(drawn[3:], key=score)]
+    assert capsys.readouterr().out == "".join(f"--- {i + 1} of 2\nab{text_of(t)}\n" for i, t in enumerate(chosen))
+
+
+def test_it_streams(writer, cfg, monkeypatch):
+    """Each character is there before the next is drawn."""
+    seen = []
+    monkeypatch.setattr("builtins.print", lambda text="", **options: seen.append((text, options.get("flush"))))
+    write_samples(writer, cfg("temperature=0", "num_samples=1"), "a")
+    pieces = [text for text, flush in seen if flush]
+    assert len([piece for piece in pieces if piece]) > 8
+
+
+def test_a_stop_string_ends_it(writer, cfg, model, capsys):
+    whole = text_of(alone(model, "ab", 0))
+    write_samples(writer, cfg(f"stop=['{whole[4:6]}']"), "ab")
+    assert capsys.readouterr().out == "ab" + whole[: whole.index(whole[4:6])] + "\n"
+
+
+def test_stop_strings_may_have_line_breaks_as_a_shell_hands_them_on(writer, cfg):
+    list(writer.write(cfg(r"stop=['a\n']"), [[1]], [0]))
+    assert writer.rows[0].stop_strings == ["a\n"]
+
+
+def test_past_the_context_it_says_so_once(writer, cfg, capsys):
+    for _ in range(2):
+        write_samples(writer, cfg("max_new_tokens=100"), "ab")
+    assert capsys.readouterr().err.count("longer than the context of 64 tokens: when full, the last 32") == 1
+
+
+def test_extending_takes_another_model_for_longer_texts_only(writer, cfg):
+    assert writer.reaching(64, "extend") is writer.model
+    longer = writer.reaching(65, "extend")
+    assert longer.max_seq_len == 128
+    assert writer.reaching(100, "extend") is longer
+    list(writer.write(cfg("max_new_tokens=100", "overflow=extend", "temperature=0"), [[1, 2]], [0]))
+    expected = list(generate(writer.model, [[1, 2]], 100, temperature=0, overflow="extend"))
+    assert writer.rows[0].tokens == until_stop(torch.cat(expected).tolist())
+
+
+def test_no_seed_draws_one_and_says_which(writer, cfg, model, capsys):
+    write_samples(writer, cfg("seed=null"), "ab")
+    out, err = capsys.readouterr()
+    seed = int(err.split("seed ")[1])
+    assert out == "ab" + text_of(alone(model, "ab", seed)) + "\n"
+    write_samples(writer, cfg("seed=null"), "ab")
+    assert f"seed {seed}\n" not in capsys.readouterr().err
+
+
+# --- where prompts come from ----------------------------------------------------------------------------------------
+
+
+def test_a_prompt_comes_from_the_command_a_file_or_standard_input(cfg, tmp_path, monkeypatch):
+    (tmp_path / "p.txt").write_text("from a\nfile\n", encoding="utf-8")
+    monkeypatch.setattr("sys.stdin", io.StringIO("from a pipe\n"))
+    assert find_prompt(cfg("prompt=given")) == "given"
+    assert find_prompt(cfg("prompt=''")) == ""
+    assert find_prompt(cfg(f"prompt_file={tmp_path}/p.txt")) == "from a\nfile"
+    assert find_prompt(cfg()) == "from a pipe"
+    (tmp_path / "p.txt").write_bytes(b"\xff")
+    with pytest.raises(ValueError, match=r"p.txt is not UTF-8"):
+        find_prompt(cfg(f"prompt_file={tmp_path}/p.txt"))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["prompt=a", "prompt_file=b"], "one way.*prompt, prompt_file"),
+        (["prompt=a", "interactive=true"], "one way.*prompt, interactive"),
+        (["interactive=true", "num_samples=2"], "one text at a time"),
+        (["best_of=2", "temperature=0"], "temperature above 0"),
+        (["stop=['']"], "at least one character"),
+        (["top_k=0"], "top_k must be at least 1, got 0"),
+        (["temperature=nan"], "temperature must be at least 0, got nan"),
+        (["repetition_penalty=0"], "repetition_penalty must be above 0, got 0"),
+        (["frequency_penalty=inf"], "frequency_penalty must be finite"),
+        (["overflow=slid"], "did you mean slide"),
+        (["quantize=int4"], "quantize must be one of int8, got int4"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(cfg, overrides, message):
+    with pytest.raises(ValueError, match=message):
+        cfg(*overrides)
+
+
+# --- a prompt a line ------------------------------------------------------------------------------------------------
+
+
+def test_each_line_becomes_lines_of_json_whatever_the_batch(writer, cfg, model, capsys):
+    lines = ["To be", "", "a longer prompt than the others", "ü"]
+    found = []
+    for batch in (1, 3, 16):
+        write_lines(writer, cfg("num_samples=2", f"batch={batch}", "max_new_tokens=60", "seed=4"), lines)
+        out, err = capsys.readouterr()
+        found.append([json.loads(line) for line in out.splitlines()])
+        assert "seed 4" in err
+    for rows in found:
+        assert [row["prompt"] for row in rows] == [line for line in lines for _ in range(2)]
+        for i, row in enumerate(rows):
+            tokens = alone(model, row["prompt"], 4 + i, n=60)
+            assert row["tokens"] == tokens
+            assert row["text"] == text_of(tokens)
+            assert row["finish_reason"] == ("stop" if 256 in tokens else "length")
+            assert len(row["log_probabilities"]) == len(tokens)
+    for rows in found[1:]:
+        for row, other in zip(found[0], rows, strict=True):
+            assert row["log_probabilities"] == pytest.approx(other["log_probabilities"], abs=1e-4)
+
+
+def test_a_line_that_cannot_be_read_is_found_before_any_work(cfg, model, capsys):
+    writer = Writer(model, CharacterTokenizer("abc"))
+    with pytest.raises(ValueError, match="not seen: 'x'"):
+        write_lines(writer, cfg(), ["abc", "x"])
+    with pytest.raises(ValueError, match=r"line 2: 60 prompt tokens and 20 new ones.*max_seq_len 64"):
+        write_lines(writer, cfg("overflow=error"), ["abc", "a" * 60])
+    assert capsys.readouterr().out == ""
+
+
+# --- a prompt again and again ---------------------------------------------------------------------------------------
+
+
+def converse(writer, cfg, monkeypatch, *lines):
+    lines = iter(lines)
+
+    def answer(prompt):
+        line = next(lines, EOFError)
+        if isinstance(line, type):
+            raise line
+        return line
+
+    monkeypatch.setattr("builtins.input", answer)
+    talk(writer, cfg)
+
+
+def test_what_is_typed_continues_the_text(writer, cfg, model, monkeypatch, capsys):
+    converse(writer, cfg(), monkeypatch, "ab", "cd", "/reset", "ab")
+    first = text_of(alone(model, "ab", 0))
+    second = text_of(alone(model, f"ab{first}\ncd", 0))
+    assert capsys.readouterr().out == f"{first}\n{second}\n{first}\n\n"
+
+
+def test_settings_change_while_it_runs_and_mistakes_change_nothing(writer, cfg, model, monkeypatch, capsys):
+    commands = [
+        "/temperature 0",
+        "/top_p null",
+        "/max_new_tokens 5",
+        "/seed 3",
+        "/top_k -1",
+        "/nothing",
+        "/top_k x",
+        "/seed",
+    ]
+    converse(writer, cfg(), monkeypatch, *commands, KeyboardInterrupt, "/reset", "ab", "/help")
+    out, err = capsys.readouterr()
+    assert out == "\n" + text_of(alone(model, "ab", 3, n=5, temperature=0)) + "\n\n"
+    assert "error: top_k must be at least 1, got -1" in err
+    assert "error: /nothing is unknown" in err
+    assert "error: top_k cannot be x: " in err
+    assert "seed is 3" in err
+    assert err.count("/reset  ") == 2  # at the start and for /help
+
+
+def test_ctrl_c_ends_what_is_being_written_and_keeps_it(writer, cfg, model, monkeypatch, capsys):
+    written = writer.write
+
+    def interrupted(*arguments, **options):
+        for i, rows in enumerate(written(*arguments, **options)):
+            yield rows
+            if i == 6:
+                raise KeyboardInterrupt
+
+    monkeypatch.setattr(writer, "write", interrupted)
+    converse(writer, cfg(), monkeypatch, "ab")
+    out, err = capsys.readouterr()
+    assert out == text_of(alone(model, "ab", 0, n=7)) + "\n\n"
+    assert "7 tokens" in err
+
+
+# --- the command ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def folder(model, tmp_path):
+    checkpoint.save(tmp_path / "step", model, ByteTokenizer().save, {"step": 1, "seq_len": 64, "precision": "fp32"})
+    return tmp_path / "step"
+
+
+def start(folder, *overrides, **options) -> subprocess.Popen:
+    command = [sys.executable, "-m", "scripts.generate", f"checkpoint={folder}", *overrides]
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment, **options)
+
+
+def test_a_prompt_may_be_piped_in_and_the_reader_may_leave(folder):
+    process = start(folder, "max_new_tokens=100000", stdin=subprocess.PIPE)
+    process.stdin.write(b"To be\n")
+    process.stdin.close()
+    assert process.stdout.read(5) == b"To be"
+    process.stdout.close()
+    errors = process.stderr.read().decode()
+    assert process.wait(60) == 0
+    assert "Error" not in errors
+    assert "error" not in errors
+    assert "seed 0" in errors
+
+
+def test_ctrl_c_ends_the_command_with_what_was_written(folder):
+    process = start(folder, "max_new_tokens=100000", "num_samples=2", "--", "To be")
+    began = process.stdout.read(40)
+    time.sleep(0.2)
+    process.send_signal(signal.SIGINT)
+    out, errors = process.communicate(timeout=60)
+    whole = (began + out).decode(errors="replace")
+    assert process.returncode == 130
+    assert whole.startswith("--- 1 of 2\nTo be")
+    assert "\n--- 2 of 2\nTo be" in whole  # what the other has so far
+    assert whole.endswith("\n")
+    assert "seed 0" in errors.decode()
+    assert "Traceback" not in errors.decode()
+
+
+def test_the_same_seed_gives_the_same_text_after_a_restart_and_int8_writes_too(folder):
+    runs = [start(folder, *more, "--", "To be") for more in ([], [], ["seed=1"], ["quantize=int8"])]
+    texts = [process.communicate(timeout=120)[0] for process in runs]
+    assert [process.returncode for process in runs] == [0] * 4
+    assert texts[0] == texts[1] != texts[2]
+    assert texts[3].startswith(b"To be")
+    assert len(texts[3]) > 50
+
+
+def test_two_prompts_are_one_too_many(folder):
+    process = start(folder, "prompt_file=a.txt", "--", "To be")
+    assert b"error: one way to give a prompt is enough" in process.communicate(timeout=60)[1]
+    assert process.returncode == 2

@@ -1,0 +1,60 @@
+import shutil
+
+import pytest
+import torch
+
+from model import GPT, generate
+from training.compilation import compile_step
+
+pytestmark = pytest.mark.skipif(shutil.which("c++") is None, reason="compiling for a CPU needs a C++ compiler")
+
+
+def compilations() -> int:
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+def random_model(**arguments) -> GPT:
+    shape = {"d_model": 16, "n_layers": 1, "n_heads": 2, "d_ff": 24, "max_seq_len": 600}
+    model = GPT(17, **shape, **arguments).eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    return model
+
+
+def test_one_compilation_serves_every_size_of_the_cache_and_its_own_model_only():
+    """Texts that grow through all buckets, and slide; rows of different lengths; then another model."""
+    model, rows = random_model(), [[3], [1, 2, 3, 4, 5]]
+    plain = [column.tolist() for column in generate(model, rows, 700, overflow="slide")]
+    compiled, before = [], compilations()
+    step = compile_step(model, 2, compiled.append)
+    assert compiled == []  # no warning
+    assert compilations() == before + 1
+    sizes, real = set(), step
+
+    def watched(model, tokens, cache):
+        sizes.add(cache.n_slots)
+        return real(model, tokens, cache)
+
+    text = [column.tolist() for column in generate(model, rows, 700, overflow="slide", step=watched)]
+    assert text == plain
+    assert sizes == {128, 256, 512, 600}
+    assert compilations() == before + 1
+
+    other = random_model(positions="alibi")
+    own = compile_step(other, 2, compiled.append)
+    expected = [column.tolist() for column in generate(other, rows, 200)]
+    assert [column.tolist() for column in generate(other, rows, 200, step=own)] == expected
+    assert [column.tolist() for column in generate(other, rows, 20, step=step)] == expected[:20]  # uncompiled
+    assert compilations() == before + 2
+
+
+def test_what_cannot_be_compiled_is_written_without(monkeypatch):
+    def broken(*arguments, **options):
+        raise RuntimeError("no compiler here\nat all")
+
+    monkeypatch.setattr(torch, "compile", lambda function, **options: broken)
+    model, warnings = random_model(), []
+    step = compile_step(model, 1, warnings.append)
+    assert warnings == ["torch.compile failed, going on without: RuntimeError: no compiler here"]
+    plain = list(generate(model, [[1]], 10))
+    assert list(generate(model, [[1]], 10, step=step)) == plain
