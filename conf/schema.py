@@ -164,9 +164,9 @@ class Generate:
     top_k: int | None = number(at_least=1)
     top_p: float | None = number(above=0, at_most=1)
     min_p: float | None = number(above=0, at_most=1)
-    repetition_penalty: float = number(above=0)
-    frequency_penalty: float = number()
-    seed: int | None = number(at_least=0)
+    repetition_penalty: float = number(at_least=1e-6, at_most=1e6)
+    frequency_penalty: float = number(at_least=-1e6, at_most=1e6)
+    seed: int | None = number(at_least=0, at_most=2**62)
     overflow: str = one_of("error", "slide", "extend")
     batch: int = number(at_least=1)
     device: str
@@ -226,11 +226,16 @@ def parse(cfg: DictConfig, schema: type = Train):
     except MissingMandatoryValue as error:
         raise ValueError(f"{error.full_key} is needed: give {error.full_key}=...") from error
     except OmegaConfBaseException as error:
-        reason = str(error).split("\n")[0].replace("'", "")
+        reason = _reason(error)
         raise ValueError(f"{error.full_key}: {reason}" if error.full_key else reason) from error
     _check_ranges(parsed)
     check_rules(parsed)
     return parsed
+
+
+def _reason(error: Exception) -> str:
+    reason = str(error).split("\n")[0].replace("'", "")
+    return "must be a list, such as [one,two]" if "is not a ListConfig" in reason else reason
 
 
 def changed(cfg, key: str, value: str):
@@ -240,7 +245,7 @@ def changed(cfg, key: str, value: str):
     try:
         new = OmegaConf.merge(OmegaConf.structured(cfg), OmegaConf.from_dotlist([f"{key}={value}"]))
     except Exception as error:  # of the YAML reader and OmegaConf, of several kinds
-        raise ValueError(f"{key} cannot be {value}: {str(error).splitlines()[0]}") from error
+        raise ValueError(f"{key} cannot be {value}: {_reason(error)}") from error
     return parse(new, type(cfg))
 
 

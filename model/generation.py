@@ -73,18 +73,18 @@ class Sampling:
     frequency_penalty: float = 0.0
 
     def __post_init__(self):
-        if not 0 <= self.temperature < math.inf:
-            raise ValueError(f"temperature must be 0 or more, and finite, got {self.temperature}")
+        if self.temperature != 0 and not 1e-5 <= self.temperature < math.inf:
+            raise ValueError(f"temperature must be 0, or at least 1e-5 and finite, got {self.temperature}")
         if self.top_k is not None and self.top_k < 1:
             raise ValueError(f"top_k must be 1 or more, got {self.top_k}")
         for name in ("top_p", "min_p"):
             value = getattr(self, name)
             if value is not None and not 0 < value <= 1:
                 raise ValueError(f"{name} must be above 0 and at most 1, got {value}")
-        if not 0 < self.repetition_penalty < math.inf:
-            raise ValueError(f"repetition_penalty must be above 0 and finite, got {self.repetition_penalty}")
-        if not math.isfinite(self.frequency_penalty):
-            raise ValueError(f"frequency_penalty must be finite, got {self.frequency_penalty}")
+        if not 1e-6 <= self.repetition_penalty <= 1e6:
+            raise ValueError(f"repetition_penalty must lie in 1e-6 .. 1e6, got {self.repetition_penalty}")
+        if not -1e6 <= self.frequency_penalty <= 1e6:
+            raise ValueError(f"frequency_penalty must lie in -1e6 .. 1e6, got {self.frequency_penalty}")
 
     @property
     def counts(self) -> bool:
@@ -119,7 +119,8 @@ def invert(logits: Tensor, uniform: Tensor) -> Tensor:
     """The token (b,) at which the cumulative distribution of each row of logits (b vocab) passes its number (b,)."""
     cumulative = softmax(logits).double().cumsum(-1)
     # the first token whose cumulative probability exceeds the number; one of probability 0 never is the first
-    return torch.searchsorted(cumulative, uniform.double()[:, None] * cumulative[:, -1:], right=True)[:, 0]
+    tokens = torch.searchsorted(cumulative, uniform.double()[:, None] * cumulative[:, -1:], right=True)[:, 0]
+    return tokens.clamp(max=logits.shape[-1] - 1)  # where the logits are NaN; what comes then has a NaN probability
 
 
 def uniform_numbers(seeds: Sequence[int], device: torch.device | None = None) -> Iterator[Tensor]:
@@ -149,8 +150,9 @@ def generate(
 ) -> Iterator[Tensor] | Iterator[tuple[Tensor, Tensor]]:
     """Continues prompts: yields columns (b,) of tokens, each as soon as it is drawn, at most max_new_tokens.
 
-    Each row gets the tokens that it gets alone, whatever its neighbours. Nothing waits for the device, but for one look
-    every 16 columns at whether all rows have ended, where there are `stops`.
+    Each row gets the tokens that it gets alone, whatever its neighbours (in float32: bfloat16 and int8 round otherwise
+    in batches of another size). Filters and drawing never wait for the device; what does, where there are `stops`, is
+    one look every 16 columns at whether all rows have ended.
 
     Args:
         prompts: (b s), or a list of rows of different lengths; at least one token each.
@@ -159,7 +161,7 @@ def generate(
         overflow: when the text outgrows max_seq_len, "error" refuses before any work. "slide" encodes the last
             max_seq_len // 2 tokens of the row again from position 0 and goes on. (Cached keys cannot slide themselves:
             from the second layer on they know of the tokens that were dropped.) "extend" stretches RoPE as far
-            as the longest row needs, see GPT.extended.
+            as the longest row needs, for all rows alike, see GPT.extended.
         log_probabilities: yields pairs of tokens (b,) and their log-probabilities (b,) under the model itself, before
             penalties, temperature and filters, in nats; 0 behind a stop.
         step: takes the place of next_logits, which it computes faster.
@@ -183,7 +185,8 @@ def generate(
     needed = longest + max_new_tokens - 1  # the last token drawn is never read again, hence the -1
     if overflow == "error" and needed > model.max_seq_len:
         raise ValueError(
-            f"{longest} prompt tokens and {max_new_tokens} new ones are more than max_seq_len {model.max_seq_len} reads"
+            f"{longest} prompt tokens and {max_new_tokens} new ones are more than max_seq_len {model.max_seq_len} "
+            "reads: take fewer, or overflow=slide"
         )
     if overflow == "extend":
         model = model.extended(needed)

@@ -13,7 +13,8 @@ class Int8Linear(nn.Module):
     """A linear layer that holds a byte a weight: rows of int8, each with its scale, the largest weight / 127.
 
     For few rows of x on a CPU, torch's kernel multiplies the bytes as they are, with x in bfloat16; it reads a row's
-    weights 32 at a time, with no regard for what is left. Else they are brought back to the type of x first.
+    weights 32 at a time, with no regard for what is left. Else they are brought back to the type of x first; so the
+    last digits depend on the number of rows.
     """
 
     def __init__(self, linear: nn.Linear):

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import secrets
 import sys
 import time
@@ -38,7 +39,10 @@ def main(cfg: Generate):
     if cfg.interactive:
         talk(writer, cfg)
     elif cfg.prompts_file is not None:
-        write_lines(writer, cfg, read_text(cfg.prompts_file).split("\n"))
+        text = read_text(cfg.prompts_file)
+        if not text:
+            raise ValueError(f"{cfg.prompts_file} holds no prompt, got an empty file")
+        write_lines(writer, cfg, text.split("\n"))
     else:
         write_samples(writer, cfg, find_prompt(cfg))
 
@@ -54,7 +58,7 @@ def find_prompt(cfg: Generate) -> str:
 def read_text(path: str) -> str:
     """Without the line break at its end, which editors put there."""
     try:
-        return Path(path).read_text(encoding="utf-8").removesuffix("\n")
+        return Path(path).read_text(encoding="utf-8-sig").removesuffix("\n")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8: {error}") from error
 
@@ -69,22 +73,33 @@ class Writer:
     def __init__(self, model: GPT, tokenizer: Tokenizer):
         self.tokenizer, self.model = tokenizer, model
         self.models = {model.max_seq_len: model}  # and with an extended RoPE
-        self.steps: dict[tuple[int, int], Step] = {}  # compiled, by reach and number of rows
+        self.steps: dict[int, Step] = {}  # compiled, by reach
+        self.compiled_rows = 0
         self.rows: list[Continuation] = []  # those of the last write
         self.slid = False
         self.n_prompt = self.n_first = self.n_later = 0
         self.prompt_seconds = self.later_seconds = 0.0
 
-    def write(
-        self, cfg: Generate, prompts: list[list[int]], seeds: Sequence[int], *, stream: bool = False
-    ) -> Iterator[list[Continuation]]:
-        """Yields the continuations of prompts while they grow, the last time when all have ended.
+    def ids(self, prompt: str) -> list[int]:
+        try:
+            return self.tokenizer.prompt(prompt)
+        except UnicodeEncodeError as error:
+            raise ValueError(f"the prompt is not UTF-8 text, got {prompt!r}") from error
 
-        After each token with `stream` or stop strings, else every 16.
+    def write(
+        self, cfg: Generate, prompts: list[list[int]], seeds: Sequence[int], *, stream: bool = False, longest: int = 0
+    ) -> Iterator[list[Continuation]]:
+        """Begins the continuations of prompts, `rows`, and yields them while they grow, at last when all have ended.
+
+        After each token with `stream` or stop strings, else every 16. `longest` is that of other prompts, for which
+        RoPE is to be extended alike.
         """
         stop = [unescape(text) for text in cfg.stop]
         self.rows = [Continuation(self.tokenizer, prompt, stop) for prompt in prompts]
-        model = self.reaching(max(map(len, prompts)) + cfg.max_new_tokens - 1, cfg.overflow)
+        reach = max(longest, *map(len, prompts)) + cfg.max_new_tokens - 1
+        return self._write(cfg, self.reaching(reach, cfg.overflow), prompts, seeds, stream or len(stop) > 0)
+
+    def _write(self, cfg: Generate, model: GPT, prompts, seeds, stream: bool) -> Iterator[list[Continuation]]:
         columns = generate(
             model,
             prompts,
@@ -98,11 +113,13 @@ class Writer:
         )
         began = time.perf_counter()
         first, last = True, began
-        while some := list(islice(columns, 1 if first or stream or cfg.stop else READ_EVERY)):
+        while some := list(islice(columns, 1 if first or stream else READ_EVERY)):
             tokens, values = (torch.stack(column, dim=1).tolist() for column in zip(*some, strict=True))
             before = sum(len(row.tokens) for row in self.rows)
             for row, new, of_new in zip(self.rows, tokens, values, strict=True):
                 for token, value in zip(new, of_new, strict=True):
+                    if math.isnan(value):
+                        raise ValueError("the model's probabilities are not numbers (NaN): did its training diverge?")
                     row.push(token, value)
             now = time.perf_counter()
             if first:
@@ -123,8 +140,12 @@ class Writer:
     def reaching(self, n: int, overflow: str) -> GPT:
         """The model for n tokens, which is the same unless RoPE is to be extended."""
         if overflow == "extend":
-            model = self.model.extended(n)
-            return self.models.setdefault(model.max_seq_len, model)
+            reach = self.model.max_seq_len
+            while reach < n:
+                reach *= 2
+            if reach not in self.models:
+                self.models[reach] = self.model.extended(reach)
+            return self.models[reach]
         if overflow == "slide" and n > self.model.max_seq_len and not self.slid:
             half = max(1, self.model.max_seq_len // 2)
             warn(
@@ -133,14 +154,16 @@ class Writer:
             self.slid = True
         return self.model
 
-    def compiled(self, model: GPT, rows: int) -> Step:
-        """The step for so many rows, compiled when it is first asked for."""
-        key = (model.max_seq_len, rows)
-        if key not in self.steps:
+    def compiled(self, model: GPT, rows: int) -> Step | None:
+        """The step, compiled when it is first asked for; none for a last batch of fewer rows, which would not pay."""
+        self.compiled_rows = self.compiled_rows or rows
+        if rows != self.compiled_rows:
+            return None
+        if model.max_seq_len not in self.steps:
             began = time.perf_counter()
-            self.steps[key] = compile_step(model, rows, warn)
+            self.steps[model.max_seq_len] = compile_step(model, rows, warn)
             warn(f"compiled in {time.perf_counter() - began:.1f} s")
-        return self.steps[key]
+        return self.steps[model.max_seq_len]
 
     def report(self, seed: int):
         speed = f", {self.n_later / self.later_seconds:.1f} tokens/s" if self.n_later else ""
@@ -186,7 +209,7 @@ class Screen:
 
 def write_samples(writer: Writer, cfg: Generate, prompt: str):
     """num_samples of one prompt, written side by side; after Ctrl-C with what there is of them."""
-    ids, seed = writer.tokenizer.prompt(prompt), draw_seed(cfg)
+    ids, seed = writer.ids(prompt), draw_seed(cfg)
     seeds = [seed + i for i in range(cfg.num_samples * cfg.best_of)]
     screen = Screen(prompt, cfg.num_samples)
     try:
@@ -209,12 +232,13 @@ def write_samples(writer: Writer, cfg: Generate, prompt: str):
 def write_lines(writer: Writer, cfg: Generate, lines: list[str]):
     """For each line num_samples lines of JSON, in order, printed as soon as their batch has ended."""
     seed, reach = draw_seed(cfg), writer.model.max_seq_len
-    prompts = [writer.tokenizer.prompt(line) for line in lines]  # what cannot be read is found before any work
+    prompts = [writer.ids(line) for line in lines]  # what cannot be read is found before any work
+    longest = max(map(len, prompts))
     for i, prompt in enumerate(prompts):
         if cfg.overflow == "error" and len(prompt) + cfg.max_new_tokens - 1 > reach:
             raise ValueError(
                 f"line {i + 1}: {len(prompt)} prompt tokens and {cfg.max_new_tokens} new ones are more than "
-                f"max_seq_len {reach} reads"
+                f"max_seq_len {reach} reads: take fewer, or overflow=slide"
             )
     jobs = [i for i in range(len(lines)) for _ in range(cfg.num_samples)]
     at_once = max(1, cfg.batch // cfg.best_of)
@@ -223,13 +247,19 @@ def write_lines(writer: Writer, cfg: Generate, lines: list[str]):
         for start in track(range(0, len(jobs), at_once), "writing", console=console, disable=not sys.stderr.isatty()):
             some = jobs[start : start + at_once]
             n, first = len(some) * cfg.best_of, seed + start * cfg.best_of
-            *_, rows = writer.write(
-                cfg, [prompts[i] for i in some for _ in range(cfg.best_of)], range(first, first + n)
-            )
-            for i, row in zip(some, best(rows, cfg.best_of), strict=True):
-                line = {"prompt": lines[i], "text": row.text, "tokens": row.tokens}
-                line |= {"log_probabilities": row.log_probabilities, "finish_reason": row.finish_reason}
-                print(json.dumps(line, ensure_ascii=False), flush=True)
+            of_batch = [prompts[i] for i in some for _ in range(cfg.best_of)]
+            writing = writer.write(cfg, of_batch, range(first, first + n), longest=longest)
+            try:
+                for _ in writing:
+                    pass
+            finally:  # after Ctrl-C with what there is of them
+                for row in writer.rows:
+                    row.finish("interrupted")
+                if all(row.tokens for row in writer.rows):
+                    for i, row in zip(some, best(writer.rows, cfg.best_of), strict=True):
+                        line = {"prompt": lines[i], "text": row.text, "tokens": row.tokens}
+                        line |= {"log_probabilities": row.log_probabilities, "finish_reason": row.finish_reason}
+                        print(json.dumps(line, ensure_ascii=False), flush=True)
     finally:
         writer.report(seed)
 
@@ -238,9 +268,10 @@ def write_lines(writer: Writer, cfg: Generate, lines: list[str]):
 
 TUNABLE = (*SAMPLING, "max_new_tokens", "stop", "seed")
 HELP = f"""What you type continues the text, and the model continues it. Ctrl-C ends what it writes, Ctrl-D everything.
-/reset                begins a new text
-/temperature 0.7      sets it from now on; so do {", ".join(f"/{name}" for name in TUNABLE[1:])}
-/help                 says this"""
+/reset             begins a new text
+/temperature 0.7   sets it from now on; so do {", ".join(f"/{name}" for name in SAMPLING[1:])},
+                   /max_new_tokens 50, /seed 3 and /stop ["one","two"]
+/help              says this; a line that begins with / is never text"""
 
 
 def talk(writer: Writer, cfg: Generate):
@@ -286,13 +317,15 @@ def obey(command: str, text: str, cfg: Generate) -> tuple[str, Generate]:
 def write_on(writer: Writer, cfg: Generate, text: str) -> str:
     """Prints and gives a continuation; after Ctrl-C what there is of it."""
     seed, shown = draw_seed(cfg), 0
-    ids = writer.tokenizer.prompt(text)
+    writing = writer.write(cfg, [writer.ids(text)], [seed], stream=True)
+    (row,) = writer.rows
     try:
-        for (row,) in writer.write(cfg, [ids], [seed], stream=True):
+        for _ in writing:
             print(row.text[shown:], end="", flush=True)
             shown = len(row.text)
     except KeyboardInterrupt:
-        (row,) = writer.rows
+        row.finish()
+        print(row.text[shown:], end="")
     print(flush=True)
     writer.report(seed)
     return row.text

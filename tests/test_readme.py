@@ -44,6 +44,7 @@ def trained(tmp_path_factory, llama_tokenizer):
     (folder / "notes").mkdir()
     text = (folder / "books" / "emma.txt").read_text()
     (folder / "notes" / "a.jsonl").write_text("\n".join(json.dumps({"body": text + str(i)}) for i in range(20)))
+    (folder / "prompts.txt").write_text("emma\n\npersuasion wrote 3\n")
     (folder / "tokens").mkdir()
     np.tile(np.arange(257, dtype=np.uint16), 20).tofile(folder / "tokens" / "a.ds")
     small = [*TRAIN, *TEXT, "steps=3", "hydra.run.dir=runs/20260101-000000-inkling-000000"]

@@ -117,6 +117,23 @@ def test_rows_of_different_lengths_share_a_cache(small, positions):
         torch.testing.assert_close(after[i], whole[len(row) :], rtol=0, atol=1e-10)
 
 
+def test_a_replaced_row_brings_its_positions(small):
+    """Where a scheme compares them, and they are not simply those of the slots."""
+    model, tokens = small(positions="alibi"), torch.randint(17, (3, 8))
+    cache, other = model.new_cache(), model.new_cache()
+    model(tokens[:2, :6], cache=cache)
+    positions = torch.tensor([0, 2, 3, 7])
+    model(tokens[2:, :4], positions, cache=other)
+    cache.replace([1], other)
+    cache.set_lengths([6, 4])
+    places = torch.tensor([[6, 7], [8, 9]])
+    after = model(tokens[:2, 6:], places, cache=cache)
+    torch.testing.assert_close(after[:1], model(tokens[:1])[:, 6:], rtol=0, atol=1e-10)
+    whole = torch.cat([tokens[2:, :4], tokens[1:2, 6:]], dim=1)
+    expected = model(whole, torch.cat([positions, places[1]]))[:, 4:]
+    torch.testing.assert_close(after[1:], expected, rtol=0, atol=1e-10)
+
+
 def test_a_long_prompt_is_read_in_chunks(small, monkeypatch):
     model, rows, read = small(), ragged(3, 20, 8, 9), []
     whole, _ = encode(model, [torch.tensor(row) for row in rows], 32)
@@ -357,6 +374,28 @@ def test_ties():
     assert counts == {0: 1000, 1: 1000, 2: 1000, 3: 1000}
 
 
+def test_logits_of_half_precision_are_drawn_from_in_full():
+    """Filters and sums in bfloat16 would cut elsewhere."""
+    logits = torch.randn(1, 3000).bfloat16()
+    for options in ({"temperature": 0.7}, {"temperature": 0.7, "top_p": 0.6}, {"min_p": 0.013}):
+        sampling = Sampling(**options)
+        assert torch.equal(sampling.logits(logits), sampling.logits(logits.float()))
+
+
+def test_extremes_of_the_settings_give_tokens_and_not_a_number_shows(small):
+    model = small()
+    for options in (
+        {"temperature": 1e-5},
+        {"repetition_penalty": 1e-6},
+        {"frequency_penalty": 1e6},
+        {"temperature": 1e6},
+    ):
+        assert max(write(model, [[1, 2]], 10, **options)[0]) < 17
+    torch.nn.init.constant_(model.head.weight[3], math.nan)
+    pairs = list(generate(model, [[1, 2]], 3, log_probabilities=True))
+    assert all(token < 17 and value.isnan() for token, value in pairs)
+
+
 def test_rows_of_a_draw_do_not_touch():
     logits, uniform, counts = torch.randn(5, 17), torch.rand(5), torch.randint(3, (5, 17))
     sampling = Sampling(0.8, 9, 0.9, 0.01, 1.2, 0.1)
@@ -423,12 +462,15 @@ def test_nothing_waits_for_the_device_but_a_look_every_16_columns(small, stops):
         ({"temperature": -1.0}, "temperature.*-1"),
         ({"temperature": float("nan")}, "temperature.*nan"),
         ({"temperature": inf}, "temperature.*inf"),
+        ({"temperature": 1e-40}, "temperature.*1e-40"),
         ({"top_k": 0}, "top_k.*0"),
         ({"top_k": -3}, "top_k.*-3"),
         ({"top_p": 0.0}, "top_p.*0"),
         ({"top_p": 1.1}, "top_p.*1.1"),
         ({"min_p": 0.0}, "min_p.*0"),
         ({"repetition_penalty": 0.0}, "repetition_penalty.*0"),
+        ({"repetition_penalty": 1e-46}, "repetition_penalty.*1e-46"),
+        ({"frequency_penalty": 1e39}, r"frequency_penalty.*1e\+39"),
         ({"frequency_penalty": float("nan")}, "frequency_penalty.*nan"),
         ({"seeds": [1, 2]}, "2 seeds and 1 rows"),
         ({"overflow": "slid"}, "error, slide, extend, got slid"),
