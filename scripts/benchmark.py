@@ -191,7 +191,8 @@ def generation(
         same = [(one == continued(other, prompts, new_tokens)).all(1).sum().item() for one in ids]
         print(f"greedy tokens equal to Hugging Face's: {same[0]} of {rows} rows, compiled {same[1]}")
         if rows == 1:
-            results += [by_position(plain, small, steps, far, rounds), bandwidth(model, found, device)]
+            results.append(by_position(plain, small, steps, far, rounds))
+        results.append(bandwidth(model, found, rows, device))
     return results
 
 
@@ -276,8 +277,8 @@ def by_position(plain: GPT, small: GPT, steps: dict, far: int, rounds: int) -> d
     return table("a token, compiled", "microseconds", alternate(rounds, **contestants), "inkling, position 100")
 
 
-def bandwidth(model: GPT, found: dict[str, list[float]], device: str) -> dict:
-    """Bytes of weights read in a second while one row is written, beside what reading and copying memory reaches."""
+def bandwidth(model: GPT, found: dict[str, list[float]], rows: int, device: str) -> dict:
+    """Bytes of weights read in a second while so many rows are written, beside what reading and copying reaches."""
     n = model.n_parameters()
     large = torch.ones(2**26, device=device)
     target = torch.empty_like(large)
@@ -294,12 +295,12 @@ def bandwidth(model: GPT, found: dict[str, list[float]], device: str) -> dict:
 
     size = large.numel() * 4
     measured = {
-        "weights, fp32": [4 * n * statistics.median(found["inkling, compiled"]) / 1e9],
-        "weights, int8": [n * statistics.median(found["inkling int8, compiled"]) / 1e9],
+        "weights, fp32": [4 * n * statistics.median(found["inkling, compiled"]) / rows / 1e9],
+        "weights, int8": [n * statistics.median(found["inkling int8, compiled"]) / rows / 1e9],
         "copy of 256 MiB": [rate(lambda: target.copy_(large), 2 * size)],
         "sum of 256 MiB": [rate(lambda: large.sum(), size)],
     }
-    return table("memory read (and written)", "GB/s", measured, "copy of 256 MiB")
+    return table(f"memory read (and written), {rows} rows", "GB/s", measured, "copy of 256 MiB")
 
 
 def main():

@@ -105,7 +105,6 @@ class Writer:
             prompts,
             cfg.max_new_tokens,
             seeds=seeds,
-            stops=self.tokenizer.stops,
             overflow="slide" if cfg.overflow == "slide" else "error",
             log_probabilities=True,
             step=self.compiled(model, len(prompts)) if cfg.compile else None,
@@ -114,13 +113,13 @@ class Writer:
         began = time.perf_counter()
         first, last = True, began
         while some := list(islice(columns, 1 if first or stream else READ_EVERY)):
-            tokens, values = (torch.stack(column, dim=1).tolist() for column in zip(*some, strict=True))
             before = sum(len(row.tokens) for row in self.rows)
-            for row, new, of_new in zip(self.rows, tokens, values, strict=True):
-                for token, value in zip(new, of_new, strict=True):
+            pairs = torch.stack([torch.stack([token.double(), value.double()], dim=1) for token, value in some])
+            for column in pairs.tolist():  # the one look at the device
+                for row, (token, value) in zip(self.rows, column, strict=True):
                     if math.isnan(value):
                         raise ValueError("the model's probabilities are not numbers (NaN): did its training diverge?")
-                    row.push(token, value)
+                    row.push(int(token), value)
             now = time.perf_counter()
             if first:
                 self.n_prompt += sum(map(len, prompts))

@@ -50,7 +50,12 @@ def compile_step(model: GPT, rows: int, warn: Callable[[str], None]) -> Step:
     compiled = torch.compile(own, dynamic=False, options=options)
 
     def step(other: GPT, tokens: Tensor, cache: KVCache) -> Tensor:
-        return (compiled if other is model else next_logits)(other, tokens, cache)
+        if other is not model:
+            return next_logits(other, tokens, cache)
+        if not on_cpu:  # a CUDA graph writes to the cache where it lies
+            for tensor in (*cache.k, *cache.v):
+                torch._dynamo.mark_static_address(tensor, guard=False)
+        return compiled(model, tokens, cache)
 
     try:
         with torch.inference_mode():

@@ -142,6 +142,18 @@ def test_a_model_that_has_diverged_is_named(writer, cfg, model):
         write_samples(writer, cfg(), "ab")
 
 
+@pytest.mark.parametrize(("stream", "stop", "reads"), [(True, [], 19), (False, ["never"], 19), (False, [], 2)])
+def test_the_host_looks_at_each_token_only_where_somebody_waits_for_it(writer, cfg, monkeypatch, stream, stop, reads):
+    """After the first token; else at 16 at once."""
+    looks, tolist = [], torch.Tensor.tolist
+    writing = writer.write(cfg(f"stop={stop}", "temperature=0"), [[1], [2, 3]], [0, 1], stream=stream)
+    next(writing)
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda tensor: looks.append(1) or tolist(tensor))
+    list(writing)
+    assert [len(row.tokens) for row in writer.rows] == [20, 20]
+    assert len(looks) == reads
+
+
 # --- where prompts come from ----------------------------------------------------------------------------------------
 
 
