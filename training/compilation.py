@@ -64,6 +64,8 @@ def compile_step(model: GPT, rows: int, warn: Callable[[str], None]) -> Step:
             cache.reserve(rows, 1, tokens.device)
             for tensor in (*cache.k, *cache.v):
                 torch._dynamo.mark_dynamic(tensor, 2)
+            if cache.token_positions is not None:
+                torch._dynamo.mark_dynamic(cache.token_positions, 1)
             step(model, tokens, cache)
     except Exception as error:  # of many kinds: no compiler, no headers, an operation that is not covered
         reason = next(iter(str(error).splitlines()), "")
