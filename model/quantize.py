@@ -46,11 +46,13 @@ def quantize_int8(model: GPT) -> GPT:
 
 
 def favour_few_rows(model: GPT) -> GPT:
-    """Stores matrices with more outputs than inputs by columns, in place; not a value changes.
+    """On a CPU, stores matrices with more outputs than inputs by columns, in place; not a value changes.
 
-    On a CPU, the product of one row with such a matrix (the head above all) then reads memory in one stream: up to
-    three times as fast; products of many rows take what they took.
+    The product of one row with such a matrix (the head above all) then reads memory in one stream: up to three times
+    as fast; products of many rows take what they took. On another device it does nothing.
     """
+    if model.embedding.weight.device.type != "cpu":
+        return model
     for module in model.modules():
         if isinstance(module, nn.Linear) and module.out_features > module.in_features:
             module.weight.data = module.weight.data.T.contiguous().T

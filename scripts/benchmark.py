@@ -140,8 +140,6 @@ def generation(
     torch.manual_seed(0)
     model = GPT(VOCABULARY, **SHAPE, max_seq_len=max(far + 16, PROMPT + new_tokens)).to(device).eval()
     plain, small = favour_few_rows(copy.deepcopy(model)), quantize_int8(copy.deepcopy(model))
-    if device != "cpu":
-        plain = copy.deepcopy(model)
     other = hugging_face(model)
     results = []
     for rows in (1, batch):

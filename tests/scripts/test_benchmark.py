@@ -4,6 +4,8 @@ import sys
 from pathlib import Path
 
 from conf.entry import REPOSITORY
+from model.generation import next_logits
+from scripts import benchmark
 
 
 def test_the_benchmark_of_data_measures_both_sides(monkeypatch):
@@ -17,3 +19,21 @@ def test_the_benchmark_of_data_measures_both_sides(monkeypatch):
     assert [name.split(",")[0] for name in writing["measured"]] == ["inkling", "datasets.map"]
     assert all(value > 0 for table in (writing, reading) for values in table["measured"].values() for value in values)
     assert "times datasets.map" in result.stdout
+
+
+def test_the_benchmark_of_generation_races_equal_weights(monkeypatch, capsys):
+    """In miniature, and without compiling: all contestants run, and ours writes what Hugging Face's writes."""
+    shape = {"d_model": 32, "n_layers": 2, "n_heads": 2, "d_ff": 48, "tied": True}
+    monkeypatch.setattr(benchmark, "SHAPE", shape)
+    monkeypatch.setattr(benchmark, "VOCABULARY", 64)
+    monkeypatch.setattr(benchmark, "compile_step", lambda model, rows, warn: next_logits)
+    results = benchmark.generation(new_tokens=8, batch=3, far=130, rounds=1, threads=1, device="cpu", peer=None)
+    single, position, memory, batch, memory_of_batch = results
+    contestants = ["inkling, compiled", "inkling", "inkling int8, compiled", "inkling int8", "Hugging Face"]
+    assert list(single["measured"]) == list(batch["measured"]) == contestants
+    assert list(position["measured"])[:2] == ["inkling, position 100", "inkling, position 130"]
+    assert list(memory["measured"]) == list(memory_of_batch["measured"])
+    assert all(value > 0 for table in results for values in table["measured"].values() for value in values)
+    out = capsys.readouterr().out
+    assert "equal to Hugging Face's: 1 of 1 rows, compiled 1" in out
+    assert "equal to Hugging Face's: 3 of 3 rows, compiled 3" in out
