@@ -29,7 +29,7 @@ from data import prepare, sources
 from data.batches import Batches, Windows
 from data.corpus import open_corpus
 from model import GPT, generate
-from model.quantize import favour_few_rows, quantize_int8
+from model.few_rows import for_few_rows
 from training.compilation import compile_step
 
 
@@ -139,7 +139,7 @@ def generation(
     torch.set_num_threads(threads)
     torch.manual_seed(0)
     model = GPT(VOCABULARY, **SHAPE, max_seq_len=max(far + 16, PROMPT + new_tokens)).to(device).eval()
-    plain, small = favour_few_rows(copy.deepcopy(model)), quantize_int8(copy.deepcopy(model))
+    plain, small = for_few_rows(copy.deepcopy(model)), for_few_rows(copy.deepcopy(model), int8=True)
     other = hugging_face(model)
     results = []
     for rows in (1, batch):

@@ -12,7 +12,7 @@ from data import sources
 from data.corpus import Tokens
 from data.prepare import prepare, saved_tokenizer
 from data.tokenizer import load_tokenizer
-from model.quantize import quantize_int8
+from model.few_rows import for_few_rows
 from training import auto, checkpoint
 from training.evaluation import evaluate
 
@@ -23,7 +23,7 @@ def main(cfg: Evaluate):
     about = checkpoint.read_about(folder)
     model = checkpoint.load_model(folder, auto.choose_device(cfg.device))
     if cfg.quantize == "int8":
-        model = quantize_int8(model)
+        model = for_few_rows(model, int8=True, warn=lambda text: print(text, file=sys.stderr))
     tokenizer = load_tokenizer(folder / "tokenizer")
 
     if cfg.data is not None and cfg.data.source == "files":  # all that is named is meant

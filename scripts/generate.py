@@ -20,8 +20,8 @@ from data.continuation import Continuation
 from data.sources import unescape
 from data.tokenizer import Tokenizer, load_tokenizer
 from model import GPT, generate
+from model.few_rows import for_few_rows
 from model.generation import READ_EVERY, Step
-from model.quantize import favour_few_rows, quantize_int8
 from training import auto, checkpoint
 from training.compilation import compile_step
 
@@ -32,7 +32,8 @@ SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "fre
 def main(cfg: Generate):
     folder = checkpoint.find(cfg.checkpoint, warn=warn)
     model = checkpoint.load_model(folder, auto.choose_device(cfg.device))
-    model = quantize_int8(model) if cfg.quantize == "int8" else favour_few_rows(model)
+    if cfg.quantize == "int8" or cfg.precision == "fp32":
+        model = for_few_rows(model, cfg.quantize == "int8", warn)
     if cfg.precision == "bf16":
         model = model.bfloat16()
     writer = Writer(model, load_tokenizer(folder / "tokenizer"))

@@ -12,6 +12,9 @@ from hydra import compose, initialize_config_dir
 from conf import entry, schema
 from model import GPT
 
+# built once, not in each test's own home
+EXTENSIONS = os.environ.get("TORCH_EXTENSIONS_DIR") or str(Path.home() / ".cache" / "torch_extensions")
+
 
 @pytest.fixture(autouse=True)
 def alone(tmp_path, monkeypatch):
@@ -23,6 +26,7 @@ def alone(tmp_path, monkeypatch):
         folder = tmp_path / ".home" / name.lower()
         folder.mkdir(parents=True)
         monkeypatch.setenv(name, str(folder))
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", EXTENSIONS)
     torch.set_num_threads(1)
     torch.manual_seed(0)
     yield

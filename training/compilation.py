@@ -35,6 +35,11 @@ def compile_forward(
     return compiled
 
 
+def _guards_of_the_call(guards) -> list[bool]:
+    """Those that look at tokens and cache, not at the model, which would take longer than some of its kernels."""
+    return [guard.guard_type == "TENSOR_MATCH" and "model" not in guard.name for guard in guards]
+
+
 def compile_step(model: GPT, rows: int, warn: Callable[[str], None]) -> Step:
     """A compiled next_logits for so many rows of this model, tried out; next_logits itself if that fails.
 
@@ -44,7 +49,7 @@ def compile_step(model: GPT, rows: int, warn: Callable[[str], None]) -> Step:
     """
     on_cpu = model.embedding.weight.device.type == "cpu"
     how = {"cpp_wrapper": True} if on_cpu else {"triton.cudagraphs": True}
-    options = {"guard_filter_fn": torch.compiler.keep_tensor_guards_unsafe, **how}
+    options = {"guard_filter_fn": _guards_of_the_call, **how}
     # torch keeps what it compiled by the function's code: one of its own, so that no other model is taken for this one
     own = FunctionType(next_logits.__code__.replace(), next_logits.__globals__)
     compiled = torch.compile(own, dynamic=False, options=options)

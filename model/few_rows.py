@@ -1,0 +1,140 @@
+"""Generation on a CPU: products of few rows and attention of one query, by kernels of our own (few_rows.cpp).
+
+A token's time goes into reading every weight once, for very few rows; torch's kernels are made for many. These read
+weights in the order in which they lie, as four bytes each or as one, two to three times as fast.
+"""
+
+import hashlib
+import os
+import subprocess
+import tempfile
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from torch import Tensor, nn
+
+from model.attention import CausalMultiHeadAttention, fused_attention
+from model.gpt import GPT
+
+PANEL = 16  # outputs whose weights lie side by side, as in few_rows.cpp
+FEW_ROWS = 64  # with more, torch's own product is as fast
+
+
+def kernels_loaded() -> bool:
+    return hasattr(torch.ops.inkling, "attend")
+
+
+def load_kernels(say: Callable[[str], None] = warnings.warn):
+    """Builds few_rows.cpp for this machine when there is no build of it yet; RuntimeError where that fails.
+
+    Takes a C++ compiler and five seconds, once: the result stays where torch keeps extensions (TORCH_EXTENSIONS_DIR),
+    under a name made of all that it is made of.
+    """
+    if kernels_loaded():
+        return
+    source = Path(__file__).with_suffix(".cpp")
+    of_torch = Path(torch.__file__).parent
+    capability = torch.backends.cpu.get_cpu_capability()
+    flags = ["-std=c++20", "-O3", "-shared", "-fPIC", "-Wno-unknown-pragmas"]
+    flags += ["-mavx2", "-mfma"] if capability.startswith("AVX") else []
+    made_of = f"{source.read_text(encoding='utf-8')} {flags} {torch.__version__}"
+    folder = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions")
+    library = folder / f"inkling-few_rows-{hashlib.sha256(made_of.encode()).hexdigest()[:16]}.so"
+    try:
+        if not library.exists():
+            say("building the kernels of generation for this machine, once")
+            folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=folder) as building:  # beside, then renamed: whole or not at all
+                built = Path(building) / library.name
+                compiler = [os.environ.get("CXX") or "c++", *flags, str(source), "-o", str(built)]
+                places = [f"-I{of_torch / 'include'}", f"-L{of_torch / 'lib'}", "-ltorch_cpu"]
+                subprocess.run([*compiler, *places], check=True, capture_output=True, text=True)
+                built.replace(library)
+        torch.ops.load_library(str(library))
+    except subprocess.CalledProcessError as error:
+        reason = next((line for line in error.stderr.splitlines() if "error" in line), "the compiler failed")
+        raise RuntimeError(reason) from error
+    except OSError as error:  # no compiler, no place to write, a library that does not load
+        raise RuntimeError(str(error)) from error
+
+    @torch.library.register_fake("inkling::linear")
+    def _(x, panels, scale, d_out):
+        return x.new_empty(x.shape[0], d_out)
+
+    @torch.library.register_fake("inkling::attend")
+    def _(q, k, v, mask):
+        return q.new_empty(q.shape)
+
+
+class PackedLinear(nn.Module):
+    """A linear layer for generation, without gradients, whose weights lie as few_rows.cpp reads them.
+
+    With `int8` it holds a byte a weight, and for each output a scale, its largest weight / 127. For few rows in float32
+    on a CPU a row's result does not depend on the number of rows.
+    """
+
+    def __init__(self, linear: nn.Linear, int8: bool = False):
+        super().__init__()
+        weight, scale = linear.weight.detach(), None
+        self.d_out, self.with_kernels = len(weight), kernels_loaded()
+        fill = -len(weight) % PANEL
+        if int8:
+            scale = (weight.abs().amax(1) / 127).clamp(min=1e-12)
+            weight = (weight / scale.unsqueeze(1)).round().to(torch.int8)
+            scale = F.pad(scale, (0, fill))
+        panels = rearrange(F.pad(weight, (0, 0, 0, fill)), "(panel out) d -> panel d out", out=PANEL)
+        self.register_buffer("panels", panels.contiguous())
+        self.register_buffer("scale", scale)
+
+    @property
+    def weight(self) -> Tensor:
+        """(d_out d_in), as in nn.Linear: a copy; with int8 to be multiplied by scale[:d_out]."""
+        return rearrange(self.panels, "panel d out -> (panel out) d")[: self.d_out]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (... d_in) -> (... d_out), in the type of x."""
+        rows = x.flatten(0, -2)
+        if self.with_kernels and x.device.type == "cpu" and x.dtype != torch.float64 and len(rows) <= FEW_ROWS:
+            scale = None if self.scale is None else self.scale.float()
+            y = torch.ops.inkling.linear(rows.float().contiguous(), self.panels, scale, self.d_out)
+            return y.to(x.dtype).unflatten(0, x.shape[:-1])
+        y = F.linear(x, self.weight.to(x.dtype))
+        return y if self.scale is None else y * self.scale[: self.d_out].to(x.dtype)
+
+
+def attention_of_one(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None, soft_cap: None, dropout_p: float
+) -> tuple[Tensor, None]:
+    """fused_attention, by few_rows.cpp where each row has a single query; reads the keys that it may see, no others."""
+    if q.shape[2] > 1 or mask is None or bias is not None or q.dtype != torch.float32:
+        return fused_attention(q, k, v, mask, bias, soft_cap, dropout_p)
+    mask = mask.expand(q.shape[0], q.shape[1], 1, k.shape[2])
+    return torch.ops.inkling.attend(q, k, v, mask), None
+
+
+def for_few_rows(model: GPT, int8: bool = False, warn: Callable[[str], None] = warnings.warn) -> GPT:
+    """Makes the model one for generation, in place: its linear layers become PackedLinear, and have no gradients.
+
+    The embedding, of which a token reads a single row, stays; a tied head gets weights of its own. Without int8 it does
+    nothing where that brings nothing: without kernels, on another device than a CPU, in another type than float32.
+    """
+    with_kernels = model.embedding.weight.device.type == "cpu" and model.embedding.weight.dtype == torch.float32
+    if with_kernels:
+        try:
+            load_kernels(warn)
+        except RuntimeError as error:
+            warn(f"the kernels of generation cannot be built, going on without, slower: {error}")
+            with_kernels = False
+    if not with_kernels and not int8:
+        return model
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if isinstance(child, nn.Linear):
+                setattr(module, name, PackedLinear(child, int8))
+        if isinstance(module, CausalMultiHeadAttention) and with_kernels and module.attend is fused_attention:
+            module.attend = attention_of_one
+    return model

@@ -1,0 +1,170 @@
+import os
+import shutil
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import linear as torch_linear
+
+from model import GPT, few_rows, functional, generate
+from model.attention import fused_attention
+from model.few_rows import FEW_ROWS, PackedLinear, attention_of_one, for_few_rows, load_kernels
+
+needs_compiler = pytest.mark.skipif(
+    shutil.which(os.environ.get("CXX", "c++")) is None, reason="the kernels need a C++ compiler"
+)
+SHAPES = [(64, 64), (32, 96), (96, 64), (96, 33), (32, 1), (48, 200), (17, 5), (1, 130)]
+
+
+@needs_compiler
+@pytest.mark.parametrize("int8", [False, True], ids=["fp32", "int8"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_the_kernel_multiplies_whatever_the_shape_and_each_row_as_if_alone(shape, int8):
+    load_kernels()
+    linear = nn.Linear(*shape, bias=False)
+    packed = PackedLinear(linear, int8)
+    weight = packed.weight if not int8 else packed.weight * packed.scale[: shape[1], None]
+    if not int8:
+        assert torch.equal(weight, linear.weight)
+    x = torch.randn(FEW_ROWS + 1, shape[0])
+    for rows in (*range(1, 14), FEW_ROWS, FEW_ROWS + 1):
+        y = packed(x[None, :rows])
+        assert y.shape == (1, rows, shape[1])
+        torch.testing.assert_close(y[0], torch_linear(x[:rows], weight), rtol=1e-5, atol=1e-5)
+        if rows <= FEW_ROWS:
+            assert all(torch.equal(packed(x[i : i + 1])[0], y[0, i]) for i in range(rows))
+
+
+@needs_compiler
+def test_threads_change_nothing():
+    load_kernels()
+    packed, x = PackedLinear(nn.Linear(48, 1000, bias=False)), torch.randn(5, 48)
+    alone = packed(x)
+    torch.set_num_threads(3)
+    assert torch.equal(packed(x), alone)
+
+
+@pytest.mark.parametrize("kernels", [pytest.param(True, marks=needs_compiler), False])
+@pytest.mark.parametrize("rows", [1, 3, FEW_ROWS, FEW_ROWS + 1])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_a_byte_a_weight_is_near_the_weight(kernels, rows, dtype, monkeypatch):
+    """Within half a step of each row's scale; and the product is that with these bytes."""
+    load_kernels() if kernels else monkeypatch.setattr(few_rows, "kernels_loaded", lambda: False)
+    linear, x = nn.Linear(48, 33, bias=False), torch.randn(1, rows, 48, dtype=dtype)
+    linear.weight.data *= torch.rand(33, 1) + 0.1
+    packed = PackedLinear(linear, int8=True)
+    assert packed.panels.dtype == torch.int8
+    back = packed.weight * packed.scale[:33, None]
+    step = linear.weight.detach().abs().amax(1, keepdim=True) / 127
+    assert ((back - linear.weight.detach()).abs() <= 0.501 * step).all()
+    y = packed(x)
+    assert (y.shape, y.dtype) == ((1, rows, 33), dtype)
+    exact = torch_linear(x.double(), back.double())
+    torch.testing.assert_close(y.double(), exact, rtol=0, atol=(0.02 if dtype == torch.bfloat16 else 1e-5))
+
+
+def test_a_row_of_zeros_stays_zero():
+    linear = nn.Linear(32, 4, bias=False)
+    torch.nn.init.zeros_(linear.weight[1].data)
+    assert (PackedLinear(linear, int8=True)(torch.randn(3, 32))[..., 1] == 0).all()
+
+
+@needs_compiler
+@pytest.mark.parametrize("d", [8, 48, 20, 3])
+@pytest.mark.parametrize("groups", [1, 2, 6])
+def test_attention_of_one_query_is_that_of_the_paper_and_reads_no_hidden_key(d, groups):
+    """Keys and values are slices of longer tensors, as a cache has them; what is hidden is NaN. A blind row gives 0."""
+    load_kernels()
+    q, mask = torch.randn(3, 6, 1, d) * 3, torch.rand(3, 1, 1, 50) < 0.6
+    k, v = torch.randn(3, groups, 64, d)[:, :, :50], torch.randn(3, groups, 64, d)[:, :, :50]
+    mask[2] = False
+    hidden = ~mask[:, :, 0, :, None]
+    y, _ = attention_of_one(
+        q, k.masked_fill(hidden, torch.nan), v.masked_fill(hidden, torch.nan), mask, None, None, 0.0
+    )
+    wide = [x.repeat_interleave(6 // groups, dim=1) for x in (k, v)]
+    expected, _ = functional.scaled_dot_product_attention(q, *wide, mask)
+    torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-5)
+    assert (y[2] == 0).all()
+
+
+CASES = [
+    {},
+    {"n_kv_heads": 1, "window": 5},
+    {"positions": "alibi"},
+    {"positions": "learned", "soft_cap": 5.0},
+    {"tied": True, "vocab_multiple": 8, "qk_norm": True},
+]
+
+
+@needs_compiler
+@pytest.mark.parametrize("arguments", CASES, ids=str)
+def test_a_model_for_few_rows_writes_what_the_model_writes(small, arguments):
+    """Logits to 1e-5, tokens equal, for rows of different lengths, past the window, and extended."""
+    model = small(**arguments).float()
+    tokens, rows = torch.randint(17, (3, 30)), [[1, 2, 3, 4, 5], [6], [7, 8]]
+    whole, text = model(tokens), [column.tolist() for column in generate(model, rows, 60, overflow="slide")]
+    longer = model.extended(70)(tokens) if model.arguments["positions"] == "rope" else None
+    state = model.state_dict()
+    packed = for_few_rows(model)
+    assert packed is model
+    assert not [module for module in model.modules() if isinstance(module, nn.Linear)]
+    assert torch.equal(model.embedding.weight, state["embedding.weight"])
+    torch.testing.assert_close(model(tokens), whole, rtol=1e-5, atol=1e-5)
+    cache = model.new_cache()
+    pieces = [model(piece, cache=cache) for piece in tokens.split([3, 1, 1, 20, *[1] * 5], dim=1)]
+    torch.testing.assert_close(torch.cat(pieces, dim=1), whole, rtol=1e-5, atol=1e-5)
+    assert [column.tolist() for column in generate(model, rows, 60, overflow="slide")] == text
+    if longer is not None:
+        torch.testing.assert_close(model.extended(70)(tokens), longer, rtol=1e-5, atol=1e-5)
+
+
+@needs_compiler
+def test_int8_rows_are_those_they_are_alone(small):
+    model, rows = for_few_rows(small(d_model=64, d_ff=96).float(), int8=True), [[1, 2, 3, 4], [6], [7, 8]]
+    together = torch.stack(list(generate(model, rows, 20)), 1).tolist()
+    for i, row in enumerate(rows):
+        assert torch.stack(list(generate(model, [row], 20, seeds=[i])), 1)[0].tolist() == together[i]
+
+
+@pytest.mark.parametrize("arguments", [{}, {"tied": True, "vocab_multiple": 8}, {"positions": "alibi"}], ids=str)
+def test_a_quantized_model_says_nearly_what_it_said(small, arguments):
+    model = small(d_model=64, d_ff=96, **arguments).float()
+    tokens = torch.randint(17, (8, 30))
+    loss, _ = model(tokens, targets=tokens.roll(-1, 1))
+    other, _ = for_few_rows(model, int8=True)(tokens, targets=tokens.roll(-1, 1))
+    assert abs(other / loss - 1) < 0.03
+    assert other != loss
+    columns = torch.stack(list(generate(model, tokens[:, :4], 40, overflow="slide", stops=[3])))
+    assert columns.max() < 17
+
+
+@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize("compiler", ["/no/such/compiler", "false"])
+def test_without_a_compiler_it_goes_on_and_says_so(compiler, int8, small, tmp_path, monkeypatch):
+    monkeypatch.setenv("CXX", compiler)
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "extensions"))
+    monkeypatch.setattr(few_rows, "kernels_loaded", lambda: False)
+    model, tokens, said = small().float(), torch.randint(17, (2, 8)), []
+    before = model(tokens)
+    for_few_rows(model, int8, said.append)
+    assert len(said) == 2
+    assert said[1].startswith("the kernels of generation cannot be built, going on without, slower: ")
+    torch.testing.assert_close(model(tokens), before, rtol=0, atol=0.3 if int8 else 0)
+    assert all(block.attention.attend is fused_attention for block in model.blocks)
+    assert list((tmp_path / "extensions").iterdir()) == []
+
+
+def test_a_model_in_another_type_stays_as_it_is(small):
+    model = small()
+    before = dict(model.named_modules())
+    assert dict(for_few_rows(model).named_modules()) == before
+
+
+@needs_compiler
+def test_a_tied_head_gets_weights_of_its_own():
+    model = GPT(17, 16, 1, 2, 24, 32, tied=True)
+    embedding = model.embedding.weight
+    for_few_rows(model)
+    assert model.embedding.weight is embedding
+    assert torch.equal(model.head.weight, embedding)
