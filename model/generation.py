@@ -150,8 +150,8 @@ def generate(
 ) -> Iterator[Tensor] | Iterator[tuple[Tensor, Tensor]]:
     """Continues prompts: yields columns (b,) of tokens, each as soon as it is drawn, at most max_new_tokens.
 
-    Each row gets the tokens that it gets alone, whatever its neighbours (in float32: bfloat16 and int8 round otherwise
-    in batches of another size). Filters and drawing never wait for the device; what does, where there are `stops`, is
+    Each row gets the tokens that it gets alone, whatever its neighbours (in float32; bfloat16 rounds otherwise in
+    batches of another size). Filters and drawing never wait for the device; what does, where there are `stops`, is
     one look every 16 columns at whether all rows have ended.
 
     Args:
