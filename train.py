@@ -29,13 +29,16 @@ from training.step import compute_gradients, gradient_norm, micro_batches, updat
 
 @entry_point("train", Train)
 def main(cfg: Train):
-    train(cfg, run=Path(os.path.relpath(HydraConfig.get().runtime.output_dir)))
-
-
-def train(cfg: Train, run: Path):
-    """Trains as `cfg` says; `run` is the folder of this run. Under torchrun each rank does so, and rank 0 speaks."""
-    began = time.monotonic()
     distributed.start(cfg.rank_timeout)
+    code = train(cfg, run=Path(os.path.relpath(HydraConfig.get().runtime.output_dir)))
+    distributed.stop()
+    if code:
+        sys.exit(code)
+
+
+def train(cfg: Train, run: Path) -> int:
+    """Trains as `cfg` says; `run` is the folder of this run -> the exit code. Of several ranks the first speaks."""
+    began = time.monotonic()
     run, first = distributed.broadcast(run), distributed.rank() == 0
 
     # --- from the beginning, or from a checkpoint ---
@@ -320,7 +323,6 @@ def train(cfg: Train, run: Path):
             save(step, {})
         saver.wait()
     wandb_run.finish()
-    distributed.stop()
 
     if reason:
         print(f"{interruption.describe(reason)}: ended after step {step}, resume=auto goes on from there")
@@ -329,8 +331,7 @@ def train(cfg: Train, run: Path):
     print(f"tracked     {tracking.where(wandb_run)}", flush=True)
     if saver.failed:
         raise ValueError(f"{saver.failed} checkpoints could not be saved, see above")
-    if code := interruption.exit_code(reason):
-        sys.exit(code)
+    return interruption.exit_code(reason)
 
 
 def find_start(resume: str | None, run: Path) -> Path | None:

@@ -5,6 +5,8 @@ Every function here is called by all ranks alike. What is small goes over the CP
 
 import os
 import sys
+import time
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -42,6 +44,7 @@ def start(seconds: float):
 
 def stop():
     if dist.is_initialized():
+        time.sleep(0.5)  # gloo's thread lets go of the last tensors, for which it needs the interpreter
         dist.destroy_process_group()
 
 
@@ -75,19 +78,21 @@ def gather_objects(value: Any) -> list:
 
 @contextmanager
 def naming_the_late(step: int) -> Iterator[None]:
-    """Around what ranks do together at a step: if it fails, says which rank was not there."""
-    if size() == 1:
-        yield
-        return
-    store = dist.distributed_c10d._get_default_store()
-    store.set(f"step of {rank()}", str(step))
+    """Around what ranks do together in a step: if it fails, says which of them were not there.
+
+    Those that waited in vain sign a list; who has not signed soon after is late, or dead.
+    """
     try:
         yield
     except RuntimeError as error:
-        steps = {r: int(store.get(f"step of {r}")) if store.check([f"step of {r}"]) else -1 for r in range(size())}
-        late = [r for r, at in steps.items() if at < step]
-        who = f"rank {', '.join(map(str, late))} did not come to step {step}" if late else "a rank left"
-        raise RuntimeError(f"{who}: {str(error).splitlines()[0]}") from error
+        if size() == 1 or not dist.is_initialized():
+            raise
+        store = dist.distributed_c10d._get_default_store()
+        store.set(f"waited for step {step}: {rank()}", "")
+        time.sleep(3)
+        late = [str(r) for r in range(size()) if not store.check([f"waited for step {step}: {r}"])]
+        who = f"rank {', '.join(late)} did not answer" if late else "all ranks are there, but failed"
+        raise RuntimeError(f"{who} in step {step + 1}: {str(error).splitlines()[0]}") from error
 
 
 # --- models ---------------------------------------------------------------------------------------------------------
@@ -104,6 +109,7 @@ def spread(model: GPT, forward: nn.Module, how: str, precision: str) -> nn.Modul
     if how == "ddp":
         device = [torch.cuda.current_device()] if torch.cuda.is_available() else None
         return DistributedDataParallel(forward, device_ids=device)
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")  # nobody changes it in place
     half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
     policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32 if half else None)
     for block in model.blocks:

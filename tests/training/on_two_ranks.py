@@ -1,0 +1,84 @@
+"""What tests/training/test_distributed.py has two ranks do in one launch: trains, and writes down what it finds."""
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import torch
+from hydra import compose, initialize_config_dir
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+import train
+from conf import entry, schema
+from model import GPT
+from training import auto, distributed
+from training.step import compute_gradients
+
+CPU = torch.device("cpu")
+
+
+def settings(*overrides: str):
+    with initialize_config_dir(str(entry.REPOSITORY / "conf"), version_base="1.3"):
+        return schema.parse(compose("train", overrides=list(overrides)), schema.Train)
+
+
+def batch() -> dict[str, torch.Tensor]:
+    """Of 8 rows with unequal numbers of targets."""
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(17, (8, 6), generator=generator)
+    targets = tokens.roll(1, 1)
+    targets[0, 1:], targets[5, :4] = -100, -100
+    return {"tokens": tokens, "targets": targets}
+
+
+def model() -> GPT:
+    torch.manual_seed(0)
+    return GPT(17, d_model=16, n_layers=2, n_heads=2, d_ff=24, max_seq_len=8).double()
+
+
+def gradients(parallel: str, micro_batch: int) -> dict:
+    """Of this rank's half of the batch; the number of exchanges, with ddp."""
+    one, rows = model(), batch()
+    forward = distributed.spread(one, one, parallel, "fp32")
+    exchanges = []
+    if parallel == "ddp":
+        forward.register_comm_hook(None, lambda state, bucket: (exchanges.append(1), allreduce_hook(state, bucket))[1])
+    rank, count = distributed.rank(), (rows["targets"] != -100).sum().item()
+    mine = {name: some[4 * rank : 4 * rank + 4] for name, some in rows.items()}
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    compute_gradients(forward, scaler, mine, micro_batch=micro_batch, count=count, autocast=auto.autocast(CPU, "fp32"))
+    found = {name: distributed.whole(p.grad) for name, p in one.named_parameters()}
+    return {"gradients": found, "exchanges": len(exchanges)}
+
+
+def main(folder: Path, small: list[str]):
+    distributed.start(60.0)
+    rank = distributed.rank()
+    found = {}
+    for parallel in ("ddp", "fsdp"):
+        for micro_batch in (1, 2, 4):
+            found[f"{parallel} {micro_batch}"] = gradients(parallel, micro_batch)
+    torch.save(found, folder / f"gradients_{rank}.pt")
+
+    os.chdir(folder)
+    codes, real = {}, train.compute_gradients
+    for name, overrides in json.loads((folder / "runs.json").read_text()):
+        steps = []
+
+        def disturbed(*arguments, name=name, steps=steps, **options):
+            steps.append(1)
+            total = real(*arguments, **options)
+            if len(steps) == 3 and name == "signal" and rank == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return 10 * total if len(steps) == 5 and name.startswith("back") else total
+
+        train.compute_gradients = disturbed
+        codes[name] = [train.train(settings(*small, *overrides), folder / "runs" / name), len(steps)]
+    (folder / f"codes_{rank}.json").write_text(json.dumps(codes))
+    distributed.stop()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), json.loads(sys.argv[2]))

@@ -1,0 +1,216 @@
+"""Two ranks on a CPU, by gloo; most of it in one launch of on_two_ranks.py."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import train
+from conf.entry import REPOSITORY
+from conf.schema import Train, parse
+from training import auto, checkpoint
+from training.step import compute_gradients
+
+SMALL = [
+    "experiment=smoke",
+    "batch_tokens=256",
+    "micro_batch=2",  # of 8 rows
+    "steps=6",
+    "every.log=1",
+    "every.evaluate=3",
+    "every.sample=3",
+    "every.checkpoint=2",
+    "data.paths=[words.txt]",
+    "data.validation=[]",
+    "data.separator='\\n'",
+    "packing=documents",  # unequal numbers of targets
+    "sample.prompt='7 times'",
+]
+FSDP = ["parallel=fsdp"]
+RUNS = [
+    ("ddp", []),
+    ("fsdp", [*FSDP, "activation_checkpointing=true"]),
+    ("dropout", ["model.dropout=0.1"]),
+    ("dropout_parts", ["model.dropout=0.1", "stop_after=3"]),
+    ("dropout_parts", ["model.dropout=0.1", "resume=auto"]),
+    ("one_then_ddp", ["resume=auto"]),
+    ("one_then_fsdp", ["resume=auto", *FSDP]),
+    ("ddp_then_fsdp", ["stop_after=3"]),
+    ("ddp_then_fsdp", ["resume=auto", *FSDP]),
+    ("fsdp_then_one", ["stop_after=3", *FSDP]),
+    ("ddp_then_one", ["stop_after=3"]),
+    ("without", ["skip_batches=[4]"]),
+    ("back_ddp", ["on_spike=rollback", "spike_window=2", "spike_sigmas=50"]),
+    ("back_fsdp", ["on_spike=rollback", "spike_window=2", "spike_sigmas=50", *FSDP]),
+    ("signal", []),
+]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+
+
+def environment(folder: Path) -> dict[str, str]:
+    return os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "HOME": str(folder)}
+
+
+def settings(*overrides: str) -> Train:
+    from hydra import compose, initialize_config_dir
+
+    with initialize_config_dir(str(REPOSITORY / "conf"), version_base="1.3"):
+        return parse(compose("train", overrides=[*SMALL, *overrides]), Train)
+
+
+def write_text(folder: Path):
+    lines = [f"{i} times {i} is {i * i}." + " And so on." * (i % 4) for i in range(80)]
+    (folder / "words.txt").write_text("\n".join(lines))
+
+
+@pytest.fixture(scope="module")
+def launched(tmp_path_factory) -> Path:
+    """A folder with what one launch has written, and what one process did before and after it."""
+    folder = tmp_path_factory.mktemp("ranks")
+    write_text(folder)
+    before = Path.cwd()
+    os.chdir(folder)
+    torch.set_num_threads(1)
+    try:
+        for name in ("one_then_ddp", "one_then_fsdp"):
+            train.train(settings("stop_after=3"), folder / "runs" / name)
+        train.train(settings(), folder / "runs" / "one")
+        (folder / "runs.json").write_text(json.dumps(RUNS))
+        script = [*TORCHRUN, str(Path(__file__).with_name("on_two_ranks.py")), str(folder), json.dumps(SMALL)]
+        result = subprocess.run(script, env=environment(folder), capture_output=True, text=True, timeout=200)
+        assert result.returncode == 0, result.stderr[-5000:]
+        for name in ("fsdp_then_one", "ddp_then_one"):
+            train.train(settings("resume=auto"), folder / "runs" / name)
+    finally:
+        os.chdir(before)
+    return folder
+
+
+def rows(run: Path) -> list[dict]:
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [{name: value for name, value in line.items() if name != "clock"} for line in lines]
+
+
+def weights(run: Path) -> dict[str, torch.Tensor]:
+    return checkpoint.load_file(checkpoint.find(run, for_training=True) / "model.safetensors")
+
+
+def assert_close(a: Path, b: Path):
+    for name, weight in weights(a).items():
+        torch.testing.assert_close(weights(b)[name], weight, rtol=1e-4, atol=2e-5)
+    assert [row["step"] for row in rows(a)] == [row["step"] for row in rows(b)]
+    for one, other in zip(rows(a), rows(b), strict=True):
+        assert one == pytest.approx(other, rel=1e-5)
+
+
+@pytest.mark.parametrize("micro_batch", [1, 2, 4])
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_gradients_do_not_depend_on_the_split(launched, parallel, micro_batch, monkeypatch):
+    """Over ranks and micro-batches, with unequal numbers of targets; exchanged once, behind the last micro-batch."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    from on_two_ranks import CPU, batch, model
+
+    for whole_micro_batch in (8, 1):
+        whole, rows = model(), batch()
+        count, scaler = (rows["targets"] != -100).sum().item(), torch.amp.GradScaler("cpu", enabled=False)
+        options = {"micro_batch": whole_micro_batch, "count": count, "autocast": auto.autocast(CPU, "fp32")}
+        compute_gradients(whole, scaler, rows, **options)
+        for rank in (0, 1):
+            found = torch.load(launched / f"gradients_{rank}.pt")[f"{parallel} {micro_batch}"]
+            for name, parameter in whole.named_parameters():
+                torch.testing.assert_close(found["gradients"][name], parameter.grad, rtol=1e-6, atol=1e-6)
+            assert parallel == "fsdp" or found["exchanges"] == 1
+
+
+@pytest.mark.parametrize("name", ["ddp", "fsdp", "one_then_ddp", "one_then_fsdp", "ddp_then_fsdp"])
+def test_two_ranks_train_as_one_does_whoever_began(launched, name):
+    assert_close(launched / "runs" / "one", launched / "runs" / name)
+
+
+@pytest.mark.parametrize("name", ["fsdp_then_one", "ddp_then_one"])
+def test_one_process_goes_on_with_what_two_ranks_began(launched, name):
+    assert_close(launched / "runs" / "one", launched / "runs" / name)
+
+
+def test_two_ranks_resume_to_the_bit_with_dropout(launched):
+    whole, parts = launched / "runs" / "dropout", launched / "runs" / "dropout_parts"
+    assert rows(whole) == rows(parts)
+    assert all(torch.equal(weights(parts)[name], weight) for name, weight in weights(whole).items())
+    assert rows(whole) != rows(launched / "runs" / "ddp")
+
+
+def test_a_checkpoint_of_ranks_is_like_any_other(launched):
+    a, b = (checkpoint.load_training(checkpoint.find(launched / "runs" / name)) for name in ("one", "fsdp"))
+    assert a.keys() == b.keys() and len(b["rng"]) == 2
+    for i, state in a["optimizer"]["state"].items():
+        for name, value in state.items():
+            assert b["optimizer"]["state"][i][name].shape == value.shape
+    assert checkpoint.load_model(launched / "runs" / "fsdp").n_parameters() > 0
+
+
+@pytest.mark.parametrize("name", ["back_ddp", "back_fsdp"])
+def test_ranks_go_back_together(launched, name):
+    assert checkpoint.load_training(checkpoint.find(launched / "runs" / name))["guard"]["skip"] == [4]
+    assert_close(launched / "runs" / "without", launched / "runs" / name)
+
+
+def test_a_signal_to_one_rank_ends_all_behind_the_same_step(launched):
+    codes = [json.loads((launched / f"codes_{rank}.json").read_text()) for rank in (0, 1)]
+    assert codes[0] == codes[1]
+    assert codes[0]["signal"] == [128 + signal.SIGTERM, 3]
+    assert checkpoint.find(launched / "runs" / "signal").name == "step_00000003"
+
+
+def wait_for(condition, seconds: float = 90):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def worker(launcher: int, rank: int) -> int:
+    """The process of a rank."""
+    for child in Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split():
+        if f"\0RANK={rank}\0".encode() in Path(f"/proc/{child}/environ").read_bytes():
+            return int(child)
+    raise AssertionError(f"rank {rank} is not there")
+
+
+@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds the process of a rank in /proc")
+@pytest.mark.parametrize(("number", "restarts"), [(signal.SIGKILL, 1), (signal.SIGSTOP, 0)])
+def test_a_rank_that_dies_or_hangs(launched, tmp_path, number, restarts):
+    """Dead, torchrun starts all again, from the last checkpoint; hung, the run ends and names the rank."""
+    write_text(tmp_path)
+    steps = 400 if number == signal.SIGKILL else 100000
+    own = [
+        "every.checkpoint=20",
+        "every.evaluate=1000",
+        "every.sample=1000",
+        f"steps={steps}",
+        "rank_timeout=5",
+        "compile=false",
+    ]
+    command = [*TORCHRUN, f"--max-restarts={restarts}", "--monitor-interval=0.2", str(REPOSITORY / "train.py"), *SMALL]
+    command += [*own, "hydra.run.dir=run", "resume=auto"]
+    log = (tmp_path / "log").open("w")
+    process = subprocess.Popen(command, cwd=tmp_path, env=environment(tmp_path), stdout=log, stderr=log)
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") > 45)
+    hit = worker(process.pid, 1)
+    os.kill(hit, number)
+    code = process.wait(timeout=120)
+    said = (tmp_path / "log").read_text()
+    if number == signal.SIGKILL:
+        assert code == 0, said
+        assert "resuming from run/checkpoints/step_" in said
+        assert [row["step"] for row in rows(tmp_path / "run")] == list(range(1, steps + 1))
+    else:
+        assert code != 0
+        assert "RuntimeError: rank 1 did not answer in step" in said, said
+        checkpoint.find(tmp_path / "run", for_training=True)
