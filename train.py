@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
 from omegaconf import OmegaConf
 
 from conf.entry import entry_point
@@ -19,18 +20,20 @@ from training.compilation import compile_forward
 from training.evaluation import evaluate
 from training.metrics import MetricsLog, Screen, Stopwatch, check_finite
 from training.optimizer import build_optimizer
-from training.run_folder import describe, differences
+from training.run_folder import describe, differences, record_environment
 from training.schedule import learning_rate
 from training.step import train_step
 
 
 @entry_point("train", Train)
 def main(cfg: Train):
-    train(cfg, run=Path(os.path.relpath(HydraConfig.get().runtime.output_dir)))
+    job = HydraConfig.get()
+    group = Path(job.sweep.dir).name if job.mode == RunMode.MULTIRUN else None
+    train(cfg, run=Path(os.path.relpath(job.runtime.output_dir)), group=group)
 
 
-def train(cfg: Train, run: Path):
-    """Trains as `cfg` says; `run` is the folder of this run."""
+def train(cfg: Train, run: Path, group: str | None = None):
+    """Trains as `cfg` says; `run` is the folder of this run, `group` the name of the sweep that it is part of."""
     # --- from the beginning, or from a checkpoint ---
     start, saved = 0, {}
     if (folder := find_start(cfg.resume, run)) is not None:
@@ -97,14 +100,18 @@ def train(cfg: Train, run: Path):
     if cfg.resume == "auto":
         checkpoint.set_aside(run, start)
     log = MetricsLog(run / "metrics.jsonl", start)
+    facts = {"parameters": model.n_parameters(), "tokens_per_step": cfg.batch_tokens}
+    environment = record_environment(run, device, **facts)
     wandb_run = tracking.start(
         cfg.tracking.mode,
         project=cfg.tracking.project,
         timeout=cfg.tracking.timeout,
+        finish_timeout=cfg.tracking.finish_timeout,
         folder=run,
-        config=asdict(cfg) | choices,
+        config=asdict(cfg) | choices | facts | {"environment": environment},
         run_id=saved["wandb_id"] if saved and cfg.resume == "auto" else None,
         warn=print,
+        group=group,
     )
     (run / "README.txt").write_text(describe(run, tracking.where(wandb_run)), encoding="utf-8")
 
@@ -149,6 +156,8 @@ def train(cfg: Train, run: Path):
             "wandb_id": wandb_run.id,
         }
         checkpoint.save(target, model, tokenizer.save, about | results, state)
+        if cfg.tracking.artifacts:
+            tracking.log_checkpoint(wandb_run, target, row)
         return target
 
     epochs = batches.epoch(end) - batches.epoch(start)
@@ -208,7 +217,7 @@ def train(cfg: Train, run: Path):
                     screen.say(f"\n{write_sample(done)}\n")
                 if due["checkpoint"]:
                     folder = save(done, row)
-    wandb_run.finish()
+    tracking.finish(wandb_run)
 
     print(f"checkpoint  {folder}")
     print(f"next        python -m scripts.generate checkpoint={run} -- To be, or not")

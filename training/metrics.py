@@ -1,5 +1,6 @@
 """What a run tells about itself: metrics.jsonl, which is the truth, and a line on the screen."""
 
+import contextlib
 import json
 import math
 import sys
@@ -34,6 +35,20 @@ class MetricsLog:
     def write(self, row: dict):
         self.file.write(json.dumps(row) + "\n")
         self.file.flush()
+
+
+def read_rows(path: Path) -> list[dict]:
+    """The rows of a metrics.jsonl, but for the last line of a killed run; none where there is no file."""
+    rows = []
+    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else []:
+        with contextlib.suppress(json.JSONDecodeError):
+            rows.append(json.loads(line))
+    return rows
+
+
+def best(rows: list[dict]) -> dict | None:
+    """The row with the lowest validation loss."""
+    return min((row for row in rows if "validation_loss" in row), key=lambda row: row["validation_loss"], default=None)
 
 
 def check_finite(row: dict, fp16: bool, lr: float, run: Path):
