@@ -117,7 +117,10 @@ def start(
     run.define_metric(STEP)
     run.define_metric("*", step_metric=STEP)
     mirror = Mirror(run, finish_timeout, warn)
-    mirror.do(lambda run: _begin(run, folder, first))
+    try:
+        _begin(run, folder, first)
+    except Exception as error:
+        mirror.fail(error)
     if (row := best(read_rows(folder / "metrics.jsonl"))) is not None:
         _log_best(mirror, row)
     return mirror
@@ -135,8 +138,7 @@ def _begin(run, folder: Path, first: int):
     for name in ("environment.json", "changes.patch"):
         if (folder / name).exists():
             run.save(folder / name, base_path=folder, policy="now")
-    if first > run.step:  # all that follows counts on from here
-        run.log({}, step=first)
+    run.log({}, step=max(first, run.step), commit=False)  # the first row's number; wandb imports what logging needs
 
 
 def log(mirror: Mirror, row: dict):
