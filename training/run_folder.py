@@ -18,17 +18,15 @@ def record_environment(run: Path, device: torch.device, **facts) -> dict:
 
     Where the code is a git checkout that differs from its commit, changes.patch holds the difference.
     """
-    commit, changes = _git("rev-parse", "HEAD"), None
-    if commit is not None and _git("ls-files", "--error-unmatch", "train.py") is not None:  # the checkout is ours
-        changes = _git("diff", "HEAD", "--binary")
-    else:
-        commit = None
+    commit = changes = None
+    if _git("ls-files", "--error-unmatch", "train.py"):  # the checkout is ours, not one that we are installed in
+        commit, changes = _git("rev-parse", "HEAD"), _git("diff", "--binary", "--no-color", "--no-ext-diff", "HEAD")
     if changes:
-        (run / "changes.patch").write_text(changes + "\n", encoding="utf-8")
+        (run / "changes.patch").write_bytes(changes)
     else:
         (run / "changes.patch").unlink(missing_ok=True)
     environment = {
-        "commit": commit,
+        "commit": commit.decode().strip() if commit else None,
         "changed": bool(changes),
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -42,14 +40,14 @@ def record_environment(run: Path, device: torch.device, **facts) -> dict:
     return environment
 
 
-def _git(*arguments: str) -> str | None:
+def _git(*arguments: str) -> bytes | None:
     """What git says about the code; None where there is no git, or it refuses."""
     command = ["git", "-C", str(CODE), *arguments]
     try:
-        result = subprocess.run(command, capture_output=True, text=True, errors="surrogateescape", timeout=10)
+        result = subprocess.run(command, capture_output=True, timeout=10)
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return result.stdout.removesuffix("\n") if result.returncode == 0 else None
+    return result.stdout if result.returncode == 0 else None
 
 
 def _device_name(device: torch.device) -> str:
