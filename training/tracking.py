@@ -3,6 +3,7 @@
 import netrc
 import os
 import queue
+import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -118,7 +119,8 @@ def start(
     run.define_metric("*", step_metric=STEP)
     mirror = Mirror(run, finish_timeout, warn)
     try:
-        _begin(run, folder, first)
+        if not run.disabled:
+            _begin(run, folder, first)
     except Exception as error:
         mirror.fail(error)
     if (row := best(read_rows(folder / "metrics.jsonl"))) is not None:
@@ -137,7 +139,8 @@ def rows_before(folder: Path) -> int:
 def _begin(run, folder: Path, first: int):
     for name in ("environment.json", "changes.patch"):
         if (folder / name).exists():
-            run.save(folder / name, base_path=folder, policy="now")
+            shutil.copy(folder / name, run.dir)
+            run.save(Path(run.dir) / name, base_path=run.dir, policy="now")
     run.log({}, step=max(first, run.step), commit=False)  # the first row's number; wandb imports what logging needs
 
 

@@ -78,10 +78,12 @@ def test_without_a_key_the_run_is_offline_and_holds_what_was_logged(tmp_path):
 
 
 def test_disabled_writes_nothing(tmp_path):
-    run = start(tmp_path, mode="disabled")
+    (tmp_path / "environment.json").write_text("{}")
+    said = []
+    run = start(tmp_path, mode="disabled", warn=said.append)
     tracking.log(run, {"step": 1, "loss": 1.0})
     tracking.finish(run)
-    assert tracking.where(run) == "metrics.jsonl only"
+    assert tracking.where(run) == "metrics.jsonl only" and not said
     assert not (tmp_path / "wandb").exists()
 
 

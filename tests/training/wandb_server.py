@@ -112,6 +112,8 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self):
         body = self.body()
         time.sleep(self.server.delay)
+        if not self.path.endswith(("/graphql", "/file_stream")):  # what W&B counts about itself
+            return self.answer({})
         if self.server.key is not None:
             wanted = base64.b64encode(f"api:{self.server.key}".encode()).decode()
             if self.headers.get("Authorization") != f"Basic {wanted}":
