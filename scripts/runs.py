@@ -168,7 +168,8 @@ def plot(runs: list[Path], output: Path):
     figure, axes = pyplot.subplots(figsize=(7, 4))
     for i, run in enumerate(runs):
         table = rows(run)
-        axes.plot([r["tokens"] / 1e6 for r in table], [r["loss"] for r in table], color=f"C{i}", alpha=0.3, linewidth=1)
+        seen = [(r["tokens"] / 1e6, r["loss"]) for r in table if "loss" in r]  # a step passed over has none
+        axes.plot([x for x, _ in seen], [y for _, y in seen], color=f"C{i}", alpha=0.3, linewidth=1)
         held_out = [(r["tokens"] / 1e6, r["validation_loss"]) for r in table if "validation_loss" in r]
         last = table[-1].get("bits_per_byte")
         label = name(run) + (f", {last:.3f} bits per byte" if last is not None else "")

@@ -6,6 +6,7 @@ import queue
 import shutil
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from urllib.parse import urlparse
 
@@ -65,7 +66,7 @@ def has_key() -> bool:
 
 
 def start(
-    mode: str,
+    mode: str | None,
     *,
     project: str,
     timeout: float,
@@ -79,11 +80,12 @@ def start(
     """A W&B run that writes into `folder`; run_id continues an earlier one, `group` holds the runs of a sweep together.
 
     "auto" is online with a key and offline without; the environment's WANDB_MODE wins. When the server does not answer
-    within `timeout` seconds, or refuses the key, "auto" goes offline and says so, "online" is an error.
+    within `timeout` seconds, or refuses the key, "auto" goes offline and says so, "online" is an error. None, of a rank
+    that is not the first, tracks nothing.
     """
     import wandb
 
-    asked = os.environ.get("WANDB_MODE") or mode
+    asked = "disabled" if mode is None else os.environ.get("WANDB_MODE") or mode
     if asked == "auto":
         asked = "online" if has_key() else "offline"
     if asked not in ("online", "offline", "disabled"):
@@ -171,16 +173,18 @@ def log_samples(mirror: Mirror, samples: list[dict]):
     mirror.do(task)
 
 
-def log_checkpoint(mirror: Mirror, folder: Path, row: dict):
-    """A step folder as an artifact: the latest, and the best where no validation loss before was as low."""
-    aliases = ["latest", f"step-{row['step']}"]
-    if row.get("validation_loss", float("inf")) <= mirror.lowest and "validation_loss" in row:
+def log_checkpoint(mirror: Mirror, step: int, folder: Path, validation_loss: float | None, saved: Future):
+    """A step folder as an artifact, once it is saved: the latest, and the best where no loss before was as low."""
+    aliases = ["latest", f"step-{step}"]
+    if validation_loss is not None and validation_loss <= mirror.lowest:
         aliases.append("best")
 
     def task(run):
         import wandb
 
-        artifact = wandb.Artifact(f"model-{run.id}", type="model", metadata={"step": row["step"]})
+        if saved.exception() is not None or not folder.exists():  # which is said elsewhere
+            return
+        artifact = wandb.Artifact(f"model-{run.id}", type="model", metadata={"step": step})
         artifact.add_dir(str(folder))
         run.log_artifact(artifact, aliases=aliases)
 

@@ -2,6 +2,7 @@ import json
 import subprocess
 import sys
 import time
+from concurrent.futures import Future
 from statistics import median
 
 import pytest
@@ -90,6 +91,8 @@ def test_disabled_writes_nothing(tmp_path):
 def test_the_environment_wins(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "disabled")
     assert start(tmp_path, mode="offline").run.disabled
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    assert start(tmp_path, mode=None).run.disabled  # but not over ranks that are not the first
 
 
 def test_a_key_is_found_in_the_environment_or_in_netrc_for_the_server_in_use(tmp_path, monkeypatch):
@@ -177,10 +180,17 @@ def test_a_checkpoint_is_an_artifact_with_what_it_is_good_for(server, tmp_path):
     for row in ({"step": 1, "validation_loss": 2.0}, {"step": 2, "validation_loss": 3.0}, {"step": 3}):
         (folder / "model.safetensors").write_text(str(row))
         tracking.log(mirror, row)
-        tracking.log_checkpoint(mirror, folder, row)
-        while not mirror.tasks.empty():
+        saved = Future()
+        tracking.log_checkpoint(mirror, row["step"], folder, row.get("validation_loss"), saved)
+        assert len(server.artifacts) < row["step"]
+        saved.set_result(None)
+        deadline = time.monotonic() + 10
+        while len(server.artifacts) < row["step"] and time.monotonic() < deadline:
             time.sleep(0.01)
+    tracking.log_checkpoint(mirror, 4, tmp_path / "full disk", None, failed := Future())
+    failed.set_exception(OSError("full"))
     tracking.finish(mirror)
+    assert not mirror.failed
     found = [(artifact.name, artifact.type, set(artifact.aliases)) for artifact in server.artifacts]
     name = f"model-{mirror.id}"
     assert found[0] == (name, "model", {"latest", "step-1", "best"})
