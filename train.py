@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
 from omegaconf import OmegaConf
 
 from conf.entry import entry_point
@@ -22,7 +23,7 @@ from training.evaluation import evaluate
 from training.interruption import Interruption
 from training.metrics import MetricsLog, Screen, Stopwatch
 from training.optimizer import build_optimizer
-from training.run_folder import describe, differences
+from training.run_folder import describe, differences, record_environment
 from training.schedule import learning_rate
 from training.step import compute_gradients, gradient_norm, micro_batches, update
 
@@ -30,14 +31,19 @@ from training.step import compute_gradients, gradient_norm, micro_batches, updat
 @entry_point("train", Train)
 def main(cfg: Train):
     distributed.start(cfg.rank_timeout)
-    code = train(cfg, run=Path(os.path.relpath(HydraConfig.get().runtime.output_dir)))
+    job = HydraConfig.get()
+    group = Path(job.sweep.dir).name if job.mode == RunMode.MULTIRUN else None
+    code = train(cfg, run=Path(os.path.relpath(job.runtime.output_dir)), group=group)
     distributed.stop()
     if code:
         sys.exit(code)
 
 
-def train(cfg: Train, run: Path) -> int:
-    """Trains as `cfg` says; `run` is the folder of this run -> the exit code. Of several ranks the first speaks."""
+def train(cfg: Train, run: Path, group: str | None = None) -> int:
+    """Trains as `cfg` says -> the exit code. Of several ranks the first speaks.
+
+    `run` is the folder of this run, `group` the name of its sweep.
+    """
     began = time.monotonic()
     run, first = distributed.broadcast(run), distributed.rank() == 0
 
@@ -162,6 +168,8 @@ def train(cfg: Train, run: Path) -> int:
         if first:
             log.sync()
             saver.save(step, weights, tokenizer.save, about, memory)
+            if cfg.tracking.artifacts:
+                tracking.log_checkpoint(wandb_run, step, saver.folder, row.get("validation_loss"), saver.writing)
 
     def roll_back() -> int:
         """To the last checkpoint; what is to be skipped from now on stays known. -> its step."""
@@ -217,19 +225,23 @@ def train(cfg: Train, run: Path) -> int:
         Interruption(interruption.seconds(cfg.max_time), began) as interrupted,
         Screen(cfg.steps) as screen,
     ):
+        facts = {"parameters": n_parameters, "tokens_per_step": cfg.batch_tokens}
         if first:
+            facts["environment"] = record_environment(run, device, **facts)
             OmegaConf.save(OmegaConf.create(asdict(cfg)), run / "config.yaml")
             if cfg.resume == "auto":
                 checkpoint.set_aside(run, start)
         log = MetricsLog(run / "metrics.jsonl" if first else None, start)
         wandb_run = tracking.start(
-            cfg.tracking.mode if first else "disabled",
+            cfg.tracking.mode if first else None,
             project=cfg.tracking.project,
             timeout=cfg.tracking.timeout,
+            finish_timeout=cfg.tracking.finish_timeout,
             folder=run,
-            config=asdict(cfg) | choices,
+            config=asdict(cfg) | choices | facts,
             run_id=saved["wandb_id"] if saved and cfg.resume == "auto" else None,
             warn=print,
+            group=group,
         )
         if first:
             (run / "README.txt").write_text(describe(run, tracking.where(wandb_run)), encoding="utf-8")
@@ -322,7 +334,7 @@ def train(cfg: Train, run: Path) -> int:
         if reason and step > start and not checkpoint.step_folder(run, step).exists():
             save(step, {})
         saver.wait()
-    wandb_run.finish()
+    tracking.finish(wandb_run)
 
     if reason:
         print(f"{interruption.describe(reason)}: ended after step {step}, resume=auto goes on from there")

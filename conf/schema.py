@@ -118,6 +118,8 @@ class Tracking:
     mode: str = one_of("auto", "online", "offline", "disabled")
     project: str
     timeout: float = number(above=0)
+    finish_timeout: float = number(above=0)
+    artifacts: bool
 
 
 @dataclass

@@ -1,9 +1,17 @@
-"""Looks at runs from their folders alone.  python -m scripts.runs plot runs/A runs/B --output loss.png"""
+"""Looks at runs from their folders alone.  python -m scripts.runs list | compare runs/A runs/B | plot runs/A runs/B"""
 
 import argparse
 import json
 import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
+
+from omegaconf import OmegaConf
+from rich.console import Console
+from rich.table import Table
+
+from training.metrics import best, read_rows
 
 
 def rows(run: Path) -> list[dict]:
@@ -11,15 +19,141 @@ def rows(run: Path) -> list[dict]:
     path = run / "metrics.jsonl"
     if not path.is_file():
         raise ValueError(f"{run} is no run folder: metrics.jsonl is missing")
-    table = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            table.append(json.loads(line))
-        except json.JSONDecodeError:  # the last line of a killed run
-            continue
-    if not table:
+    if not (table := read_rows(path)):
         raise ValueError(f"{path} has no row yet")
     return table
+
+
+def settings(run: Path) -> dict:
+    """config.yaml of a run folder, by dotted names."""
+    path = run / "config.yaml"
+    if not path.is_file():
+        raise ValueError(f"{run} is no run folder: config.yaml is missing")
+    try:
+        return dict(_dotted(OmegaConf.to_container(OmegaConf.load(path))))
+    except Exception as error:  # of the YAML reader and OmegaConf, of several kinds
+        raise ValueError(f"{path} is damaged: {error}") from error
+
+
+def _dotted(values: dict, prefix: str = "") -> Iterator[tuple]:
+    for name, value in values.items():
+        if isinstance(value, dict) and value:
+            yield from _dotted(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value
+
+
+def name(run: Path) -> str:
+    """A run's own name, or its sweep's and its number."""
+    path = run.resolve()
+    return f"{path.parent.name}/{path.name}" if path.name.isdigit() else path.name
+
+
+# --- list -----------------------------------------------------------------------------------------------------------
+
+
+def show_list(folder: Path, console: Console):
+    """A line a run, the newest last; also of the jobs of sweeps."""
+    found = [path.parent for pattern in ("*", "*/*") for path in folder.glob(f"{pattern}/metrics.jsonl")]
+    if not found:
+        raise ValueError(f"there is no run in {folder}: python train.py makes one")
+    table = _table("run", *["steps", "loss", "val", "bits", "params", "ended", "age"])
+    for run in sorted(found, key=lambda run: (run / "metrics.jsonl").stat().st_mtime):
+        table.add_row(str(run.relative_to(folder)), *_line(run))
+    console.print(table)
+    console.print("val: the lowest validation loss, bits: bits per byte there")
+
+
+def _line(run: Path) -> list[str]:
+    table = read_rows(run / "metrics.jsonl")
+    try:
+        steps = settings(run).get("steps")
+    except ValueError:
+        steps = None
+    last, lowest = table[-1] if table else {"step": 0}, best(table) or {}
+    return [
+        f"{last['step']}/{steps or '?'}",
+        _number(last.get("loss")),
+        _number(lowest.get("validation_loss")),
+        _number(lowest.get("bits_per_byte"), 3),
+        _count(_parameters(run)),
+        "yes" if last["step"] == steps else "no",
+        _age(time.time() - (run / "metrics.jsonl").stat().st_mtime),
+    ]
+
+
+def _parameters(run: Path) -> int | None:
+    try:
+        return json.loads((run / "environment.json").read_text(encoding="utf-8"))["parameters"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _number(value: float | None, digits: int = 4) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def _count(value: int | None) -> str:
+    if value is None:
+        return "-"
+    for size, letter in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if value >= size:
+            return f"{value / size:.3g}{letter}"
+    return str(value)
+
+
+def _age(seconds: float) -> str:
+    for size, letter in ((86400, "d"), (3600, "h"), (60, "m")):
+        if seconds >= size:
+            return f"{seconds / size:.0f}{letter}"
+    return f"{max(0, seconds):.0f}s"
+
+
+# --- compare --------------------------------------------------------------------------------------------------------
+
+
+def compare(runs: list[Path], console: Console):
+    """The settings that differ, and the last of every figure, side by side."""
+    if len(runs) < 2:
+        raise ValueError(f"comparing needs two runs or more, got {runs[0]}")
+    given = [settings(run) for run in runs]
+    figures = [_figures(rows(run)) for run in runs]
+    for title, columns in (("setting", given), ("last", figures)):
+        table = _table(title, *map(name, runs))
+        for key in dict.fromkeys(key for values in columns for key in values):
+            cells = [values.get(key) for values in columns]
+            if title == "last" or any(cell != cells[0] for cell in cells[1:]):
+                table.add_row(key, *(_cell(cell, key in values) for cell, values in zip(cells, columns, strict=True)))
+        console.print(table if table.row_count else f"no {title} differs")
+        console.print()
+
+
+def _figures(table: list[dict]) -> dict:
+    last = {}
+    for row in table:
+        last |= {key: value for key, value in row.items() if key != "clock"} | row.get("clock", {})
+    if (row := best(table)) is not None:
+        last |= {"best validation_loss": row["validation_loss"], "at step": row["step"]}
+    return last
+
+
+def _cell(value, there: bool) -> str:
+    if not there:
+        return "-"
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    return "null" if value is None else str(value)
+
+
+def _table(first: str, *others: str) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column(first, overflow="fold")
+    for column in others:
+        table.add_column(column, justify="right", overflow="fold")
+    return table
+
+
+# --- plot -----------------------------------------------------------------------------------------------------------
 
 
 def plot(runs: list[Path], output: Path):
@@ -34,10 +168,11 @@ def plot(runs: list[Path], output: Path):
     figure, axes = pyplot.subplots(figsize=(7, 4))
     for i, run in enumerate(runs):
         table = rows(run)
-        axes.plot([r["tokens"] / 1e6 for r in table], [r["loss"] for r in table], color=f"C{i}", alpha=0.3, linewidth=1)
+        seen = [(r["tokens"] / 1e6, r["loss"]) for r in table if "loss" in r]  # a step passed over has none
+        axes.plot([x for x, _ in seen], [y for _, y in seen], color=f"C{i}", alpha=0.3, linewidth=1)
         held_out = [(r["tokens"] / 1e6, r["validation_loss"]) for r in table if "validation_loss" in r]
         last = table[-1].get("bits_per_byte")
-        label = run.resolve().name + (f", {last:.3f} bits per byte" if last is not None else "")
+        label = name(run) + (f", {last:.3f} bits per byte" if last is not None else "")
         axes.plot([x for x, _ in held_out], [y for _, y in held_out], color=f"C{i}", marker=".", label=label)
     axes.set(xlabel="million tokens", ylabel="loss, nats per token", title="pale: training, dots: held-out text")
     axes.grid(alpha=0.3)
@@ -50,14 +185,25 @@ def plot(runs: list[Path], output: Path):
 def main():
     parser = argparse.ArgumentParser(prog="python -m scripts.runs", description=__doc__.split("  ")[0])
     actions = parser.add_subparsers(dest="action", required=True)
+    listing = actions.add_parser("list", help="a line a run")
+    listing.add_argument("folder", nargs="?", type=Path, default=Path("runs"))
+    comparing = actions.add_parser("compare", help="which settings differ, and the last figures")
+    comparing.add_argument("runs", nargs="+", type=Path)
     plotting = actions.add_parser("plot", help="a picture of the loss curves")
     plotting.add_argument("runs", nargs="+", type=Path)
     plotting.add_argument("--output", type=Path, default=Path("loss.png"))
     arguments = parser.parse_args()
+    width = None if sys.stdout.isatty() else 1000  # in a file or a pipe nothing is folded
+    console = Console(width=width, highlight=False, markup=False, emoji=False)
     try:
-        plot(arguments.runs, arguments.output)
+        if arguments.action == "list":
+            show_list(arguments.folder, console)
+        elif arguments.action == "compare":
+            compare(arguments.runs, console)
+        else:
+            plot(arguments.runs, arguments.output)
     except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         sys.exit(2)
 
 

@@ -9,6 +9,7 @@ import sys
 
 import numpy as np
 import pytest
+from wandb.cli.cli import cli as wandb_cli
 
 from conf.entry import REPOSITORY
 from conf.schema import Prepare
@@ -49,7 +50,8 @@ def trained(tmp_path_factory, llama_tokenizer):
     np.tile(np.arange(257, dtype=np.uint16), 20).tofile(folder / "tokens" / "a.ds")
     small = [*TRAIN, *TEXT, "steps=3", "hydra.run.dir=runs/20260101-000000-inkling-000000"]
     run(folder, [str(REPOSITORY / "train.py"), *small])
-    (folder / "runs" / "NAME").symlink_to("20260101-000000-inkling-000000")
+    for name in ("NAME", "OTHER"):
+        (folder / "runs" / name).symlink_to("20260101-000000-inkling-000000")
     for name in "AB":
         (folder / "corpora" / name).symlink_to(next((folder / "corpora").glob("files-*")).name)
     return folder
@@ -104,6 +106,10 @@ def test_the_command_works(folder, command):
 @pytest.mark.parametrize("command", NETWORK)
 def test_what_needs_the_network_composes(settings, command):
     program, *words = shlex.split(command)
+    if program == "wandb":
+        assert words[0] in wandb_cli.commands
+        assert all((REPOSITORY / word).is_file() for word in words if word.endswith(".yaml"))
+        return
     assert program == "python"
     if words[0] == "train.py":
         settings(*words[1:])

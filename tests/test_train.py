@@ -13,12 +13,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from wandb_server import wandb_server
 
 import train
 from conf.entry import REPOSITORY
 from conf.schema import Prepare
 from data.tokenizer import ByteTokenizer
-from training import checkpoint
+from training import checkpoint, tracking
 from training.evaluation import Evaluation
 
 SMALL = [
@@ -446,6 +447,54 @@ def test_tracking_mirrors_the_run(run, monkeypatch):
     assert f"wandb sync {folder}" in (folder / "README.txt").read_text()
 
 
+def test_a_wandb_server_that_dies_changes_no_row(run, monkeypatch, capsys):
+    with wandb_server() as server:
+        monkeypatch.setenv("WANDB_BASE_URL", server.url)
+        monkeypatch.setenv("WANDB_API_KEY", "k" * 40)
+        log = tracking.log
+
+        def log_and_kill(mirror, row):
+            log(mirror, row)
+            if row["step"] == 4:
+                server.shutdown()
+                server.server_close()
+
+        monkeypatch.setattr(tracking, "log", log_and_kill)
+        folder = run("tracked", "tracking.mode=online", "tracking.finish_timeout=1", "every.sample=100")
+    assert rows(folder) == rows(run("alone")) and len(final(folder)[0])
+    assert "TimeoutError: Timed out finishing run" in capsys.readouterr().out
+
+
+def test_the_jobs_of_a_multirun_are_runs_of_one_group(tmp_path, monkeypatch):
+    with wandb_server() as server:
+        online = os.environ | {"WANDB_BASE_URL": server.url, "WANDB_API_KEY": "k" * 40}
+        arguments = [sys.executable, str(REPOSITORY / "train.py"), "-m", "seed=1,2", "experiment=smoke", "steps=4"]
+        arguments += ["schedule.warmup=1", "every.evaluate=2", "every.checkpoint=2"]
+        arguments += ["tracking.mode=auto", "tracking.artifacts=true"]
+        result = subprocess.run(arguments, capture_output=True, text=True, env=online, timeout=120)
+        assert result.returncode == 0, result.stderr
+    (sweep,) = (tmp_path / "runs").iterdir()
+    assert [run.name for run in server.runs.values()] == [f"{sweep.name}/0", f"{sweep.name}/1"]
+    for seed, run in enumerate(server.runs.values(), 1):
+        assert (run.group, run.exit_code, run.config["seed"]) == (sweep.name, 0, seed)
+        folder = sweep / str(seed - 1)
+        table = rows(folder)
+        environment = json.loads((folder / "environment.json").read_text())
+        assert run.config["environment"] == environment and run.config["parameters"] == 37152
+        assert environment["tokens_per_step"] == 512 and environment["torch"] == torch.__version__
+        assert [row["loss"] for row in run.history if "loss" in row] == [row["loss"] for row in table]
+        best = min((row for row in table if "validation_loss" in row), key=lambda row: row["validation_loss"])
+        assert (run.summary["best_validation_loss"], run.summary["best_step"]) == (
+            best["validation_loss"],
+            best["step"],
+        )
+    models = [artifact for artifact in server.artifacts if artifact.type == "model"]
+    assert len(models) == 4
+    for artifact, step in zip(models, ["step-2", "step-4"] * 2, strict=True):
+        assert {"latest", step} <= set(artifact.aliases)
+    assert {"manifest.json", "model.safetensors", "training.pt"} < set(models[0].files)
+
+
 def test_compiled_training_is_eager_training(run):
     eager, compiled = run("eager", "model.dropout=0"), run("compiled", "model.dropout=0", "compile=true")
     assert final(compiled)[1]["choices"]["compile"] == (shutil.which("c++") is not None)
@@ -477,7 +526,9 @@ def test_the_whole_story_on_the_command_line(tmp_path):
     (folder,) = (tmp_path / "runs").iterdir()
     for expected in ("37,152 parameters", "step 20/20", "bits per byte", "def ", str(folder.name)):
         assert expected in out
-    assert {p.name for p in folder.iterdir()} == {"config.yaml", "metrics.jsonl", "README.txt", "checkpoints"}
+    assert {p.name for p in folder.iterdir()} - {"changes.patch"} == {
+        *("config.yaml", "environment.json", "metrics.jsonl", "README.txt", "checkpoints")
+    }
     measured = command("-m", "scripts.evaluate", f"checkpoint={folder}").stdout
     assert f"loss           {rows(folder)[-1]['validation_loss']:.4f} nats per token" in measured
     assert f"bits per byte  {rows(folder)[-1]['bits_per_byte']:.4f}" in measured

@@ -1,5 +1,6 @@
 """What a run tells about itself: metrics.jsonl, which is the truth, and a line on the screen."""
 
+import contextlib
 import json
 import math
 import os
@@ -43,6 +44,21 @@ class MetricsLog:
         """Waits until the disk has it, so that no checkpoint is ahead of its rows."""
         if self.file.name != os.devnull:
             os.fsync(self.file.fileno())
+
+
+def read_rows(path: Path) -> list[dict]:
+    """The rows of a metrics.jsonl, but for the last line of a killed run; none where there is no file."""
+    rows = []
+    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else []:
+        with contextlib.suppress(json.JSONDecodeError):
+            rows.append(json.loads(line))
+    return rows
+
+
+def best(rows: list[dict]) -> dict | None:
+    """The row with the lowest validation loss."""
+    measured = [row for row in rows if math.isfinite(row.get("validation_loss", math.nan))]
+    return min(measured, key=lambda row: row["validation_loss"], default=None)
 
 
 class Stopwatch:

@@ -1,25 +1,62 @@
 import json
 import subprocess
 import sys
+import time
+from concurrent.futures import Future
+from statistics import median
 
 import pytest
+from omegaconf import OmegaConf
+from wandb_server import wandb_server
 
+from conf.entry import REPOSITORY
 from training import tracking
+
+KEY = "k" * 40
 
 
 def start(folder, mode="auto", **changes):
-    options = {"project": "p", "timeout": 5.0, "config": {"steps": 3}, "run_id": None, "warn": print}
-    return tracking.start(mode, folder=folder, **{**options, **changes})
+    folder.mkdir(exist_ok=True)
+    options = {"project": "p", "timeout": 5.0, "finish_timeout": 10.0, "config": {"steps": 3}, "run_id": None}
+    return tracking.start(mode, folder=folder, **{**options, "warn": print, **changes})
+
+
+def log(mirror, steps) -> list[float]:
+    """Logs a row a step; returns the seconds that each took."""
+    taken = []
+    for step in steps:
+        began = time.perf_counter()
+        tracking.log(mirror, {"step": step, "loss": 1.0 / step, "clock": {"seconds": 2.5}})
+        taken.append(time.perf_counter() - began)
+        time.sleep(0.002)
+    return taken
+
+
+def steps(run) -> list[int]:
+    return [row["trainer/step"] for row in run.history]
+
+
+@pytest.fixture
+def server(monkeypatch):
+    """A W&B server, and its address and key in the environment."""
+    with wandb_server(key=KEY) as server:
+        monkeypatch.setenv("WANDB_BASE_URL", server.url)
+        monkeypatch.setenv("WANDB_API_KEY", KEY)
+        yield server
+
+
+def stop(server):
+    server.shutdown()
+    server.server_close()
 
 
 def test_without_a_key_the_run_is_offline_and_holds_what_was_logged(tmp_path):
     folder = tmp_path / "run"
-    folder.mkdir()
     run = start(folder)
     for step in (10, 20):
         tracking.log(run, {"step": step, "loss": 1.0 / step, "clock": {"seconds": 2.5}})
     tracking.log_samples(run, [{"step": 20, "prompt": "a", "text": "abc"}])
-    run.finish()
+    tracking.finish(run)
     command = tracking.where(run)
     assert command == f"wandb sync {folder}/wandb/offline-run-*"
     (written,) = folder.glob("wandb/offline-run-*")
@@ -42,16 +79,20 @@ def test_without_a_key_the_run_is_offline_and_holds_what_was_logged(tmp_path):
 
 
 def test_disabled_writes_nothing(tmp_path):
-    run = start(tmp_path, mode="disabled")
+    (tmp_path / "environment.json").write_text("{}")
+    said = []
+    run = start(tmp_path, mode="disabled", warn=said.append)
     tracking.log(run, {"step": 1, "loss": 1.0})
-    run.finish()
-    assert tracking.where(run) == "metrics.jsonl only"
+    tracking.finish(run)
+    assert tracking.where(run) == "metrics.jsonl only" and not said
     assert not (tmp_path / "wandb").exists()
 
 
 def test_the_environment_wins(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "disabled")
-    assert start(tmp_path, mode="offline").disabled
+    assert start(tmp_path, mode="offline").run.disabled
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    assert start(tmp_path, mode=None).run.disabled  # but not over ranks that are not the first
 
 
 def test_a_key_is_found_in_the_environment_or_in_netrc_for_the_server_in_use(tmp_path, monkeypatch):
@@ -72,8 +113,8 @@ def test_a_server_that_is_not_there_sends_auto_offline_and_stops_online(tmp_path
     monkeypatch.setenv("WANDB_API_KEY", "x" * 40)
     said = []
     run = start(tmp_path, timeout=1.0, warn=said.append)
-    assert run.offline and len(said) == 1 and "tracking offline" in said[0]
-    run.finish()
+    assert run.run.offline and len(said) == 1 and "tracking offline" in said[0]
+    tracking.finish(run)
     with pytest.raises(ValueError, match="W&B says"):
         start(tmp_path, mode="online", timeout=1.0)
 
@@ -85,3 +126,182 @@ def test_what_wandb_refuses_is_one_error(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "sometimes")
     with pytest.raises(ValueError, match="online, offline or disabled, got sometimes"):
         start(tmp_path)
+
+
+def test_a_server_gets_rows_settings_and_files_and_a_resumed_run_goes_on_under_its_id(server, tmp_path):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "environment.json").write_text("{}")
+    (folder / "changes.patch").write_text("diff")
+    mirror = start(folder, group="sweep")
+    log(mirror, range(1, 21))
+    tracking.log_samples(mirror, [{"step": 20, "prompt": "a", "text": "abc"}])
+    tracking.finish(mirror)
+    run = server.runs[mirror.id]
+    assert (run.name, run.group, run.exit_code) == (str(folder), "sweep", 0)
+    assert steps(run) == [*range(1, 21), 20]
+    assert run.history[4]["loss"] == 0.2 and run.history[4]["clock/seconds"] == 2.5
+    assert run.files["environment.json"] == b"{}" and run.files["changes.patch"] == b"diff"
+    assert any(name.startswith("media/table/samples") for name in run.files)
+
+    again = start(folder, run_id=mirror.id, config={"steps": 30})
+    log(again, range(15, 31))  # from a checkpoint before the end
+    tracking.finish(again)
+    assert again.id == mirror.id and list(server.runs) == [mirror.id]
+    assert steps(run) == [*range(1, 21), 20, *range(15, 31)]
+    assert run.config == {"steps": 30}
+    order = [row["_step"] for row in run.history]
+    assert order == sorted(set(order))  # W&B's own numbers, none twice
+
+
+def test_the_summary_has_the_best_validation_loss_and_its_step_also_after_resuming(server, tmp_path):
+    rows = [{"step": step, "validation_loss": loss} for step, loss in ((1, 3.0), (2, 2.0), (3, 2.5))]
+    folder = tmp_path / "run"
+    mirror = start(folder)
+    for row in rows:
+        tracking.log(mirror, row)
+    tracking.finish(mirror)
+    summary = server.runs[mirror.id].summary
+    assert (summary["best_validation_loss"], summary["best_step"], summary["validation_loss"]) == (2.0, 2, 2.5)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    mirror = start(folder, run_id=mirror.id)
+    tracking.log(mirror, {"step": 4, "validation_loss": 2.2})
+    tracking.finish(mirror)
+    summary = server.runs[mirror.id].summary
+    assert (summary["best_validation_loss"], summary["best_step"], summary["validation_loss"]) == (2.0, 2, 2.2)
+
+
+def test_a_checkpoint_is_an_artifact_with_what_it_is_good_for(server, tmp_path):
+    folder = tmp_path / "step"
+    (folder / "tokenizer").mkdir(parents=True)
+    for name in ("model.json", "tokenizer/tokenizer.json"):
+        (folder / name).write_text("{}")
+    mirror = start(tmp_path / "run")
+    for row in ({"step": 1, "validation_loss": 2.0}, {"step": 2, "validation_loss": 3.0}, {"step": 3}):
+        (folder / "model.safetensors").write_text(str(row))
+        tracking.log(mirror, row)
+        saved = Future()
+        tracking.log_checkpoint(mirror, row["step"], folder, row.get("validation_loss"), saved)
+        assert len(server.artifacts) < row["step"]
+        saved.set_result(None)
+        deadline = time.monotonic() + 10
+        while len(server.artifacts) < row["step"] and time.monotonic() < deadline:
+            time.sleep(0.01)
+    tracking.log_checkpoint(mirror, 4, tmp_path / "full disk", None, failed := Future())
+    failed.set_exception(OSError("full"))
+    tracking.finish(mirror)
+    assert not mirror.failed
+    found = [(artifact.name, artifact.type, set(artifact.aliases)) for artifact in server.artifacts]
+    name = f"model-{mirror.id}"
+    assert found[0] == (name, "model", {"latest", "step-1", "best"})
+    assert found[1:] == [(name, "model", {"latest", f"step-{step}"}) for step in (2, 3)]
+    assert set(server.artifacts[0].files) == {"model.json", "tokenizer/tokenizer.json", "model.safetensors"}
+
+
+@pytest.mark.parametrize("comes_back", [False, True])
+def test_a_server_that_dies_costs_no_time_and_one_that_comes_back_has_every_row(server, tmp_path, comes_back):
+    said = []
+    mirror = start(tmp_path / "run", finish_timeout=10.0 if comes_back else 1.0, warn=said.append)
+    taken = log(mirror, range(1, 51))
+    stop(server)
+    taken += log(mirror, range(51, 151))
+    assert median(taken) < 0.002 and max(taken) < 0.1
+    began = time.perf_counter()
+    if comes_back:
+        with wandb_server(port=server.server_port, key=KEY) as back:
+            back.runs = server.runs
+            tracking.finish(mirror)
+            assert steps(back.runs[mirror.id]) == [*range(1, 151)] and not said
+    else:
+        tracking.finish(mirror)
+        assert len(said) == 1 and f"wandb sync --include-online {tmp_path / 'run'}" in said[0]
+    assert time.perf_counter() - began < 5
+
+
+def test_a_slow_server_slows_nothing_down(server, tmp_path):
+    mirror = start(tmp_path / "run")
+    server.delay = 0.3
+    taken = log(mirror, range(1, 31))
+    began = time.perf_counter()
+    tracking.log_samples(mirror, [{"step": 30, "prompt": "a", "text": "abc"}])  # W&B asks its server about a table
+    assert time.perf_counter() - began < 0.1
+    taken += log(mirror, range(31, 51))
+    assert median(taken) < 0.002 and max(taken) < 0.1
+    tracking.finish(mirror)
+    assert sorted(steps(server.runs[mirror.id])) == sorted([*range(1, 51), 30])
+
+
+def test_a_server_that_does_not_answer_in_time_is_not_waited_for(server, tmp_path):
+    server.delay, said = 3.0, []
+    mirror = start(tmp_path / "run", timeout=0.5, warn=said.append)
+    assert mirror.run.offline and len(said) == 1
+    tracking.finish(mirror)
+
+
+def test_a_key_that_the_server_refuses_sends_auto_offline_and_stops_online(server, tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_API_KEY", "x" * 40)
+    said = []
+    mirror = start(tmp_path / "run", warn=said.append)
+    assert mirror.run.offline and len(said) == 1
+    assert "401" in said[0] and "tracking offline" in said[0] and "\n" not in said[0]
+    tracking.finish(mirror)
+    with pytest.raises(ValueError, match=r"W&B says: .*401.* \(tracking.mode=disabled does without\)"):
+        start(tmp_path / "run", mode="online")
+
+
+def test_what_goes_wrong_in_wandb_is_said_once_and_later_rows_arrive(server, tmp_path, monkeypatch):
+    said = []
+    mirror = start(tmp_path / "run", warn=said.append)
+    whole, failing = mirror.run.log, {"trainer/step": 2}
+    monkeypatch.setattr(mirror.run, "log", lambda row: whole(row) if row["trainer/step"] > 2 else failing["no"])
+    log(mirror, range(1, 5))
+    tracking.finish(mirror)
+    assert len(said) == 1 and "W&B says: KeyError: 'no'; metrics.jsonl has everything" in said[0]
+    assert steps(server.runs[mirror.id]) == [3, 4]
+
+
+def test_a_run_left_open_ends_before_the_next_begins(server, tmp_path):
+    first = start(tmp_path / "0", group="sweep")
+    log(first, [1])
+    second = start(tmp_path / "1", group="sweep")
+    log(second, [1, 2])
+    tracking.finish(second)
+    assert first.id != second.id and server.runs[first.id].exit_code is not None
+    assert steps(server.runs[second.id]) == [1, 2]
+
+
+def test_the_pieces_of_an_offline_run_become_one_run_on_the_server(server, tmp_path):
+    folder = tmp_path / "run"
+    first = start(folder, mode="offline")
+    log(first, range(1, 21))
+    tracking.finish(first)
+    time.sleep(1.1)  # their folders are named by the second
+    second = start(folder, mode="offline", run_id=first.id)
+    log(second, range(15, 31))
+    tracking.finish(second)
+    command = tracking.where(second)
+    assert command == f"wandb sync {folder}/wandb/offline-run-*"
+    arguments = command.replace("wandb", f"{sys.executable} -m wandb", 1)
+    result = subprocess.run(arguments, shell=True, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0, result.stderr
+    (run,) = server.runs.values()
+    assert steps(run) == [*range(1, 21), *range(15, 31)]
+    order = [row["_step"] for row in run.history]
+    assert order == sorted(set(order))
+
+
+def test_the_commands_of_the_sweep_compose(settings):
+    from wandb.sdk.launch.sweeps.utils import create_sweep_command_args
+
+    sweep = OmegaConf.to_container(OmegaConf.load(REPOSITORY / "docs" / "sweep.yaml"), resolve=False)
+    assert sweep["command"] == ["${env}", "python", sweep["program"], "${args_no_hyphens}"]
+    assert (REPOSITORY / sweep["program"]).is_file()
+
+    def some(parameter: dict):
+        return parameter.get("value", parameter.get("min", (parameter.get("values") or [None])[-1]))
+
+    values = {name: some(parameter) for name, parameter in sweep["parameters"].items()}
+    assert None not in values.values()
+    chosen = create_sweep_command_args({"args": {name: {"value": value} for name, value in values.items()}})
+    cfg = settings(*chosen["args_no_hyphens"])
+    assert (cfg.optimizer.lr, cfg.schedule.decay, cfg.steps) == (0.0005, "cosine", 1000)

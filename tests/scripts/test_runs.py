@@ -1,0 +1,113 @@
+"""What scripts.runs says of run folders that a test can write by hand."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+from scripts import runs
+
+
+@pytest.fixture
+def make(tmp_path):
+    """Writes a run folder: a row of losses a step, held-out ones from `validation`."""
+
+    def write(name: str, seed: int, losses: list[float], validation: dict[int, float], steps: int = 3):
+        folder = tmp_path / "runs" / name
+        folder.mkdir(parents=True)
+        (folder / "config.yaml").write_text(
+            f"seed: {seed}\nsteps: {steps}\nresume: null\nmodel:\n  d_model: {16 * seed}\n  tied: true\n"
+        )
+        with (folder / "metrics.jsonl").open("w") as file:
+            for step, loss in enumerate(losses, 1):
+                row = {"step": step, "tokens": 100 * step, "loss": loss, "clock": {"seconds": 0.5 * step}}
+                if step in validation:
+                    row |= {"validation_loss": validation[step], "bits_per_byte": validation[step] / 2}
+                file.write(json.dumps(row) + "\n")
+            file.write('{"step": 4, "lo')  # killed
+        return folder
+
+    return write
+
+
+def command(*arguments: str) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, "-m", "scripts.runs", *arguments], capture_output=True, text=True)
+
+
+def table(text: str) -> list[list[str]]:
+    return [line.split() for line in text.splitlines()]
+
+
+def test_the_list_has_a_line_a_run_also_for_those_of_a_sweep_and_broken_ones(make, tmp_path):
+    whole = make("whole", 1, [3.0, 2.0, 1.0], {1: 2.5, 2: 2.25, 3: 2.75})
+    (whole / "environment.json").write_text('{"parameters": 1377664}')
+    make("sweep/0", 2, [3.0, 2.0], {})
+    (make("broken", 3, [3.0], {}) / "config.yaml").write_text("a: [")
+    make("fresh", 4, [], {})
+    for age, name in enumerate(("fresh", "broken", "sweep/0", "whole")):
+        then = time.time() - (0, 90, 7200, 200000)[age]
+        os.utime(tmp_path / "runs" / name / "metrics.jsonl", (then, then))
+    result = command("list")
+    assert result.returncode == 0, result.stderr
+    assert table(result.stdout)[:5] == [
+        ["run", "steps", "loss", "val", "bits", "params", "ended", "age"],
+        ["whole", "3/3", "1.0000", "2.2500", "1.125", "1.38M", "yes", "2d"],
+        ["sweep/0", "2/3", "2.0000", "-", "-", "-", "no", "2h"],
+        ["broken", "1/?", "3.0000", "-", "-", "-", "no", "2m"],
+        ["fresh", "0/3", "-", "-", "-", "-", "no", table(result.stdout)[4][-1]],
+    ]
+
+
+def test_comparing_shows_the_settings_that_differ_and_the_last_figures(make):
+    make("a", 1, [3.0, 2.0, 1.0], {1: 2.5, 2: 2.25})
+    make("b", 2, [3.5, 2.5], {1: 2.0})
+    result = command("compare", "runs/a", "runs/b")
+    assert result.returncode == 0, result.stderr
+    settings, figures = result.stdout.strip().split("\n\n")
+    assert table(settings) == [["setting", "a", "b"], ["seed", "1", "2"], ["model.d_model", "16", "32"]]
+    lines = {" ".join(line[:-2]): line[-2:] for line in table(figures)}
+    assert lines["loss"] == ["1", "2.5"] and lines["step"] == ["3", "2"] and lines["seconds"] == ["1.5", "1"]
+    assert lines["validation_loss"] == ["2.25", "2"]
+    assert lines["best validation_loss"] == ["2.25", "2"] and lines["at step"] == ["2", "1"]
+
+
+def test_equal_settings_are_said_to_be_equal_and_a_missing_figure_is_a_dash(make):
+    make("a", 1, [3.0], {1: 2.5})
+    make("b", 1, [3.0], {})
+    result = command("compare", "runs/a", "runs/b")
+    assert "no setting differs" in result.stdout
+    assert ["validation_loss", "2.5", "-"] in table(result.stdout)
+
+
+def test_a_picture_is_made(make, tmp_path):
+    make("sweep/0", 1, [3.0, 2.0, 1.0], {1: 2.5, 3: 2.25})
+    result = command("plot", "runs/sweep/0", "--output", "picture.png")
+    assert result.returncode == 0, result.stderr
+    assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
+    assert runs.name(tmp_path / "runs" / "sweep" / "0") == "sweep/0"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["list"], "there is no run in runs: python train.py makes one"),
+        (["list", "elsewhere"], "there is no run in elsewhere"),
+        (["compare", "a"], "comparing needs two runs or more, got a"),
+        (["compare", "a", "b"], "a is no run folder: config.yaml is missing"),
+        (["plot", "a"], "a is no run folder: metrics.jsonl is missing"),
+    ],
+)
+def test_a_mistake_is_one_line(arguments, message):
+    result = command(*arguments)
+    assert result.returncode == 2
+    assert result.stderr.startswith(f"error: {message}") and result.stderr.count("\n") == 1
+
+
+def test_a_damaged_config_is_named(make):
+    (make("a", 1, [3.0], {}) / "config.yaml").write_text("a: [")
+    result = command("compare", "runs/a", "runs/a")
+    assert result.returncode == 2 and "runs/a/config.yaml is damaged" in result.stderr
+    assert result.stderr.count("\n") == 1
