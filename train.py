@@ -21,7 +21,7 @@ from training import auto, checkpoint, distributed, guards, interruption, tracki
 from training.compilation import compile_forward
 from training.evaluation import evaluate
 from training.interruption import Interruption
-from training.metrics import MetricsLog, Screen, Stopwatch
+from training.metrics import MetricsLog, Screen, Stopwatch, peak_memory
 from training.optimizer import build_optimizer
 from training.run_folder import describe, differences, record_environment
 from training.schedule import learning_rate
@@ -259,6 +259,8 @@ def train(cfg: Train, run: Path, group: str | None = None) -> int:
                 break
 
             # a step: gradients, a look at them, the update
+            due = {what: (step + 1) % n == 0 or step + 1 == cfg.steps for what, n in asdict(cfg.every).items()}
+            due |= {"row": due["log"] or due["evaluate"], "checkpoint": due["checkpoint"] or step + 1 == end}
             lr = learning_rate(step, steps=cfg.steps, peak=o.lr, warmup=s.warmup, decay=s.decay, final=s.final)
             row = {"step": step + 1, "tokens": (step + 1) * cfg.batch_tokens, "epoch": batches.epoch(step + 1)}
             row |= {"lr": lr}
@@ -303,15 +305,15 @@ def train(cfg: Train, run: Path, group: str | None = None) -> int:
                     last_step, last_seconds = step, watch.seconds()
                     continue
                 else:
-                    update(optimizer, scaler, lr=lr, norm=norm, clip=o.clip)
+                    ratio = update(optimizer, scaler, lr=lr, norm=norm, clip=o.clip, measure=due["row"])
                     row |= {"loss": loss, "grad_norm": norm.item()}
+                    if due["row"]:
+                        row["update_ratio"] = ratio.item()
                     if overflow:
                         guard.passed_over()
 
             # what is due behind it
             step += 1
-            due = {what: step % every == 0 or step == cfg.steps for what, every in asdict(cfg.every).items()}
-            due["checkpoint"] |= step == end
             if not any(due.values()):
                 continue
             row |= {"skipped": guard.skipped, "spikes": guard.spikes}
@@ -319,10 +321,10 @@ def train(cfg: Train, run: Path, group: str | None = None) -> int:
             with watch:
                 if due["evaluate"]:
                     row |= validate(limit=None if step == cfg.steps else cfg.evaluation_tokens)
-                if due["log"] or due["evaluate"]:
+                if due["row"]:
                     speed = (step - last_step) * cfg.batch_tokens / (seconds - last_seconds)
                     last_step, last_seconds = step, seconds
-                    row["clock"] = {"seconds": seconds, "tokens_per_second": speed}
+                    row["clock"] = {"seconds": seconds, "tokens_per_second": speed, "memory_gib": peak_memory(device)}
                     log.write(row)
                     tracking.log(wandb_run, row)
                     screen.report(step, row, (end - step) * cfg.batch_tokens / speed, keep=due["evaluate"])

@@ -104,11 +104,11 @@ def _micro_batch(device: torch.device, rows: int, seq_len: int, vocab_size: int)
 def largest_that_fits(model: nn.Module, batch: dict[str, Tensor], autocast: torch.autocast) -> int:
     """The most rows, of those that divide the batch's, with which a forward and backward do not run out of GPU memory.
 
-    Tried out, beside room for what AdamW will remember. Leaves no gradient, and draws no random number. ValueError if
-    not even one row fits.
+    Tried out, beside room for gradients that add up and what AdamW will remember. Leaves no gradient, and draws no
+    random number. ValueError if not even one row fits.
     """
     rows = len(batch["tokens"])
-    n_bytes = 8 * sum(p.numel() for p in model.parameters())
+    n_bytes = 12 * sum(p.numel() for p in model.parameters())
     for n in (n for n in range(rows, 0, -1) if rows % n == 0):
         try:
             with torch.random.fork_rng([batch["tokens"].device] if batch["tokens"].is_cuda else []):

@@ -37,7 +37,10 @@ def start(seconds: float):
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group(backend, timeout=timedelta(seconds=seconds))
+    store, _, _ = next(dist.rendezvous("env://"))
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # a store may still hold addresses of ranks that died
+    store = dist.PrefixStore(f"attempt {attempt}", store)
+    dist.init_process_group(backend, store=store, rank=rank(), world_size=size(), timeout=timedelta(seconds=seconds))
     if rank() > 0:  # one voice
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
 
@@ -108,7 +111,7 @@ def spread(model: GPT, forward: nn.Module, how: str, precision: str) -> nn.Modul
         return forward
     if how == "ddp":
         device = [torch.cuda.current_device()] if torch.cuda.is_available() else None
-        return DistributedDataParallel(forward, device_ids=device)
+        return DistributedDataParallel(forward, device_ids=device, gradient_as_bucket_view=True)
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")  # nobody changes it in place
     half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
     policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32 if half else None)

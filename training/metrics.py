@@ -4,10 +4,12 @@ import contextlib
 import json
 import math
 import os
+import resource
 import sys
 import time
 from pathlib import Path
 
+import torch
 from rich.console import Console
 from rich.progress import Progress, TextColumn
 
@@ -59,6 +61,14 @@ def best(rows: list[dict]) -> dict | None:
     """The row with the lowest validation loss."""
     measured = [row for row in rows if math.isfinite(row.get("validation_loss", math.nan))]
     return min(measured, key=lambda row: row["validation_loss"], default=None)
+
+
+def peak_memory(device: torch.device) -> float:
+    """The most that this process has needed so far, in GiB: of the GPU's memory, else of the machine's."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
 
 
 class Stopwatch:

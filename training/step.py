@@ -46,15 +46,35 @@ def gradient_norm(optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler
     """Of all gradients, unscaled first."""
     scaler.unscale_(optimizer)
     gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-    norm = nn.utils.get_total_norm(gradients)
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+    return _full(nn.utils.get_total_norm(gradients))
 
 
-def update(optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler, *, lr: float, norm: Tensor, clip: float):
-    """Changes the weights by gradients that are scaled down to the norm `clip` where theirs is larger."""
+def update(
+    optimizer: torch.optim.Optimizer,
+    scaler: torch.amp.GradScaler,
+    *,
+    lr: float,
+    norm: Tensor,
+    clip: float,
+    measure: bool = False,
+) -> Tensor | None:
+    """Changes the weights by gradients that are scaled down to the norm `clip` where theirs is larger.
+
+    `measure` gives the size of the change against that of the weights, both as norms: 1e-3 or so in a healthy run.
+    """
+    weights = [p.detach() for group in optimizer.param_groups for p in group["params"]]
+    before = [w.clone() for w in weights] if measure else None
     for group in optimizer.param_groups:
         group["lr"] = lr
         nn.utils.clip_grads_with_norm_(group["params"], clip, norm)
     scaler.step(optimizer)
     scaler.update()
     optimizer.zero_grad(set_to_none=True)
+    if not measure:
+        return None
+    change = nn.utils.get_total_norm([new - old for new, old in zip(weights, before, strict=True)])
+    return _full(change) / _full(nn.utils.get_total_norm(before))
+
+
+def _full(norm: Tensor) -> Tensor:
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm

@@ -64,7 +64,8 @@ def test_a_stream_is_the_batches_in_order():
     batches = Batches(Windows(row(1000), 10, 0), 4)
     found = list(batches.stream(3, 9, torch.device("cpu")))
     assert len(found) == 6
-    for step, batch in enumerate(found, 3):
+    for step, (count, batch) in enumerate(found, 3):
+        assert count == 40
         assert all(torch.equal(batch[name], some) for name, some in batches.batch(step).items())
 
 
@@ -169,3 +170,13 @@ def test_reading_windows_is_reading_one_by_one():
     assert np.array_equal(tokens.windows(starts, 40), np.stack([tokens.read(s, 40) for s in starts.tolist()]))
     tiny = Tokens([np.arange(3), np.arange(3, 50)])  # the first is shorter than a window
     assert np.array_equal(tiny.windows(np.array([0, 2, 10]), 10)[:, 0], [0, 2, 10])
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_ranks_share_a_batch_in_equal_parts(ranks):
+    source = Windows(row(1000), 10, 0)
+    whole = Batches(source, 4).batch(7)
+    parts = [Batches(source, 4, rank, ranks).batch(7) for rank in range(ranks)]
+    assert all(torch.equal(torch.cat([part[name] for part in parts]), some) for name, some in whole.items())
+    with pytest.raises(ValueError, match="a batch of 4 rows .* cannot be shared by 3 ranks"):
+        Batches(source, 4, 0, 3)
