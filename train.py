@@ -12,9 +12,9 @@ from omegaconf import OmegaConf
 from conf.entry import entry_point
 from conf.schema import Train
 from data.batches import make_batches
-from data.prepare import prepare
+from data.prepare import planned_vocabulary, prepare
 from model import GPT, generate
-from training import auto, checkpoint, tracking
+from training import auto, checkpoint, estimate, tracking
 from training.compilation import compile_forward
 from training.evaluation import evaluate
 from training.metrics import MetricsLog, Screen, Stopwatch, check_finite
@@ -31,6 +31,9 @@ def main(cfg: Train):
 
 def train(cfg: Train, run: Path):
     """Trains as `cfg` says; `run` is the folder of this run."""
+    if cfg.dry_run:
+        return print(estimate.report(asdict(cfg), *planned_vocabulary(asdict(cfg.data), asdict(cfg.tokenizer))))
+
     # --- from the beginning, or from a checkpoint ---
     start, saved = 0, {}
     if (folder := find_start(cfg.resume, run)) is not None:

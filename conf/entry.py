@@ -69,6 +69,7 @@ def entry_point(config_name: str, schema: type, actions: tuple[str, ...] = ()) -
                         check_rules(cfg)
                     run(cfg, action) if actions else run(cfg)
                     sys.stdout.flush()
+                    _remove_empty_run_folder()  # of a dry run
                 except BrokenPipeError:  # whoever read the output, `head` say, has enough
                     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
                 except (ValueError, OmegaConfBaseException, *A_USERS_FILE) as error:
