@@ -4,6 +4,7 @@ import difflib
 import os
 import re
 import secrets
+import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -120,7 +121,13 @@ def _fail(message: str):
 
 
 def _remove_empty_run_folder():
-    """Hydra makes a run's folder before anything is checked; only one that run_dir named is ours to remove."""
+    """Hydra makes a run's folder before anything is checked; only one that run_dir named is ours to remove.
+
+    Or, of several runs at once, one in it, and it too when none is left.
+    """
     folder = Path(HydraConfig.get().runtime.output_dir)
-    if RUN_NAME.fullmatch(folder.name) and folder.is_dir() and not any(folder.iterdir()):
+    of_several = RUN_NAME.fullmatch(folder.parent.name)
+    if (of_several or RUN_NAME.fullmatch(folder.name)) and folder.is_dir() and not any(folder.iterdir()):
         folder.rmdir()
+        if of_several and [file.name for file in folder.parent.iterdir()] == ["multirun.yaml"]:
+            shutil.rmtree(folder.parent)

@@ -93,7 +93,7 @@ def block_memory(
         kept += 2 * width * tokens * (d - d_kv)  # a key and value for each query head
         working = 16 * square
     elif not gpu and (noise or m["positions"] == "alibi"):  # the CPU's kernel can neither: torch writes out, in fp32
-        kept += square * 4 * (3 if noise else 1) + (4 - width) * tokens * (d + 2 * d_kv)
+        kept += square * 4 * (3 if noise else 1) + (4 - width) * tokens * (d + 2 * d_kv) + 8 * tokens * (d - d_kv)
         working = 8 * square
     else:
         kept += 4 * tokens * heads  # the logarithms of softmax's sums
@@ -147,7 +147,7 @@ def memory(
     )
     block = sum(kept)
     blocks = len(model.blocks) * (stream if activation_checkpointing else block)
-    recomputed = block if activation_checkpointing else 0
+    recomputed = block - stream if activation_checkpointing else 0
     ends = 2 * stream + 4 * tokens + (stream // 2 if half else stream)  # the last norm and what the head reads
     begin = batch + (stream // (4 if gpu else 1) if m["dropout"] else 0)
 
@@ -169,8 +169,8 @@ def memory(
     elif world > 1:
         fixed["buckets"] = WEIGHT * n
     tied = n_head if m["tied"] else 0  # the head's gradient waits for the embedding's
-    last = {"copies": max(all_copies - copies * n_head, copies * in_block), "working": working + 2 * stream}
-    first = {"copies": copies * in_block, "working": working + 2 * stream}
+    last = {"copies": max(all_copies - copies * n_head, copies * in_block), "working": working}
+    first = {"copies": copies * in_block, "working": working}
     moments = {
         "end of the forward": {
             "gradients": gradients(0),
@@ -198,8 +198,8 @@ def memory(
         },
         "backward of the first block": {
             **first,
-            "gradients": gradients(n - n_outside + n_head, waiting=tied),
-            "activations": begin + block + (stream if activation_checkpointing else 0),
+            "gradients": gradients(n - n_outside + n_head - n_block, waiting=tied),
+            "activations": begin + block,
         },
         "backward of the embedding": {
             "gradients": gradients(n + tied, waiting=n_head + tied),
@@ -296,7 +296,8 @@ def report(settings: dict, vocab_size: int, vocabulary: str) -> str:
 
     how = f"{precision}, {choices['attention']} attention, eager" + (f", {s['parallel']}" if world > 1 else "")
     lines += ["", f"memory of a device in GiB, at its peak (the {moment}; {how})"]
-    lines += [_row(name, f"{size / GIB:,.3f}", WHAT[name]) for name, size in moments[moment].items() if size]
+    sizes = moments[moment]
+    lines += [_row(name, f"{sizes[name] / GIB:,.3f}", what) for name, what in WHAT.items() if sizes.get(name)]
     off = [f"{name} {max(of.get(name, 0) for of in moments.values()) / GIB:,.3f}" for name in ("gradients", "logits")]
     lines.append(_row("all", f"{need / GIB:,.3f}", f"at other moments up to: {', '.join(off)}"))
     has = f"{spec['name']} has {spec['memory'] / GIB:,.1f}" + (", of which 1 is reserved" if gpu else "")

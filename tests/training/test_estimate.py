@@ -23,7 +23,7 @@ STEP = {"rows": 8, "micro_batch": 8, "seq_len": 128, "precision": "fp32", "atten
 CASES = {
     "default": (2048, DEFAULT, {}),
     "one row at a time": (2048, DEFAULT, {"micro_batch": 1}),
-    "bf16": (2048, DEFAULT, {"precision": "bf16"}),
+    "bf16": (2048, DEFAULT, {"precision": "bf16", "rows": 4, "micro_batch": 2}),
     "written": (2048, DEFAULT, {"attention": "written"}),
     "wide": (2048, LARGER, {"rows": 1, "micro_batch": 1}),
     "wide, accumulated": (2048, LARGER, {"rows": 2, "micro_batch": 1}),
@@ -31,14 +31,14 @@ CASES = {
     "large vocabulary": (50_257, TINY, {"rows": 2, "micro_batch": 1}),
     "large vocabulary, tied": (50_257, {**TINY, "tied": True}, {"rows": 1, "micro_batch": 1}),
     "dropout": (2048, {**DEFAULT, "dropout": 0.1}, {}),
-    "dropout, bf16": (2048, {**DEFAULT, "dropout": 0.1}, {"precision": "bf16"}),
+    "dropout, bf16": (2048, {**TINY, "dropout": 0.1}, {"precision": "bf16"}),
     "another model": (
         300,
         {**DEFAULT, "positions": "alibi", "n_kv_heads": 2, "feed_forward": "gelu", "norm": "layernorm"},
         {},
     ),
     "checkpointed": (300, DEFAULT, {"activation_checkpointing": True}),
-    "checkpointed, bf16": (300, DEFAULT, {"activation_checkpointing": True, "precision": "bf16"}),
+    "checkpointed, bf16": (300, TINY, {"activation_checkpointing": True, "precision": "bf16"}),
 }
 
 
@@ -145,27 +145,39 @@ def test_the_report_answers_will_it_fit_how_long_how_much(settings):
     assert "fits" in report and "TOO MUCH" not in report
 
 
-def room_for(settings, room: float, *overrides: str) -> dict[str, str]:
-    """What the report says would fit into so many GiB of a GPU."""
+def what_fits(settings, room: float, *overrides: str) -> dict[str, str] | None:
+    """What the report proposes for a GPU with so many GiB to spare; None if the run fits as it is."""
     memory = f"device_spec.memory={room * estimate.GIB + estimate.RESERVED}"
     cfg = settings("batch_tokens=8192", "model.d_model=512", "model.d_ff=1408", memory, *overrides)
-    report = estimate.report(asdict(cfg), 2048, "")
-    if "TOO MUCH" not in report:
-        return {}
-    (line,) = (line for line in report.splitlines() if "what fits" in line)
+    lines = estimate.report(asdict(cfg), 2048, "").splitlines()
+    if any(line.split()[:1] == ["fits"] for line in lines):
+        return None
+    assert any("TOO MUCH" in line for line in lines)
+    (line,) = (line for line in lines if "what fits" in line)
     return dict(word.split("=") for word in line.split()[2:] if "=" in word)
 
 
-def test_where_it_does_not_fit_the_report_says_what_would(settings):
-    assert room_for(settings, 2.0) == {}
-    assert room_for(settings, 0.8, "micro_batch=64") == {"micro_batch": "32"}
-    assert room_for(settings, 0.8, "micro_batch=32") == {}
-    only_with = room_for(settings, 0.31, "micro_batch=64")
-    assert only_with["activation_checkpointing"] == "true" and "parallel" not in only_with
-    shared = room_for(settings, 0.15)
-    assert shared["parallel"] == "fsdp"
-    assert room_for(settings, 0.15, *(f"{name}={value}" for name, value in shared.items())) == {}
-    assert room_for(settings, 0.001) == {}
+@pytest.mark.parametrize(
+    ("room", "given", "changes"),
+    [
+        (2.0, ["micro_batch=64"], None),
+        (1.0, ["micro_batch=64"], {"micro_batch"}),
+        (0.26, [], {"micro_batch", "activation_checkpointing"}),
+        (0.15, [], {"micro_batch", "parallel", "world"}),
+        (0.001, [], set()),
+    ],
+)
+def test_where_it_does_not_fit_the_report_says_what_would(settings, room, given, changes):
+    found = what_fits(settings, room, *given)
+    assert (set(found) if found is not None else None) == changes
+    if found:
+        assert what_fits(settings, room, *(f"{name}={value}" for name, value in found.items())) is None
+
+
+def test_the_largest_micro_batch_is_proposed(settings):
+    found = int(what_fits(settings, 1.0, "micro_batch=64")["micro_batch"])
+    assert what_fits(settings, 1.0, f"micro_batch={found}") is None
+    assert what_fits(settings, 1.0, f"micro_batch={2 * found}") == {"micro_batch": str(found)}
 
 
 def test_ranks_must_divide_the_batch(settings):
@@ -173,10 +185,11 @@ def test_ranks_must_divide_the_batch(settings):
         estimate.report(asdict(settings("world=3")), 2048, "")
 
 
-def test_a_dry_run_reads_nothing_and_leaves_nothing(tmp_path):
+@pytest.mark.parametrize("several", [[], ["-m", "micro_batch=1,2"]])
+def test_a_dry_run_reads_nothing_and_leaves_nothing(tmp_path, several):
     folder = tmp_path / "empty"
     folder.mkdir()
-    words = ["dry_run=true", "experiment=fineweb_124m", "data=files", "data.paths=[nowhere.txt]", "world=1"]
+    words = ["dry_run=true", "experiment=fineweb_124m", "data=files", "data.paths=[nowhere.txt]", *several]
     command = [sys.executable, str(REPOSITORY / "train.py"), *words]
     result = subprocess.run(command, capture_output=True, text=True, cwd=folder, timeout=120)
     assert result.returncode == 0, result.stderr
