@@ -5,8 +5,6 @@ rounds. Memory is that of eager code, beside what torch's profiler finds in test
 code keeps less.
 """
 
-from collections.abc import Iterator
-
 import torch
 from torch import nn
 
@@ -169,8 +167,6 @@ def memory(
     elif world > 1:
         fixed["buckets"] = WEIGHT * n
     tied = n_head if m["tied"] else 0  # the head's gradient waits for the embedding's
-    last = {"copies": max(all_copies - copies * n_head, copies * in_block), "working": working}
-    first = {"copies": copies * in_block, "working": working}
     moments = {
         "end of the forward": {
             "gradients": gradients(0),
@@ -192,14 +188,16 @@ def memory(
             "working": stream,
         },
         "backward of the last block": {
-            **last,
             "gradients": gradients(n_head, waiting=tied),
+            "copies": max(all_copies - copies * n_head, copies * in_block),
             "activations": begin + blocks + recomputed,
+            "working": working,
         },
         "backward of the first block": {
-            **first,
             "gradients": gradients(n - n_outside + n_head - n_block, waiting=tied),
+            "copies": copies * in_block,
             "activations": begin + block,
+            "working": working,
         },
         "backward of the embedding": {
             "gradients": gradients(n + tied, waiting=n_head + tied),
@@ -210,29 +208,27 @@ def memory(
     return {moment: fixed | sizes for moment, sizes in moments.items()}
 
 
-def peak(moments: dict[str, dict[str, int]]) -> str:
-    """The moment that needs most."""
-    return max(moments, key=lambda moment: sum(moments[moment].values()))
+def at_peak(moments: dict[str, dict[str, int]]) -> tuple[str, int]:
+    """The moment that needs most, and how much."""
+    return max(((moment, sum(sizes.values())) for moment, sizes in moments.items()), key=lambda pair: pair[1])
 
 
-def fits(model: GPT, room: float, *, rows: int, world: int, gpu: bool, **settings) -> Iterator[dict]:
+def what_fits(model: GPT, room: float, *, rows: int, world: int, gpu: bool, **settings) -> dict | None:
     """Settings under which a step of `rows` rows, of all devices together, would fit into `room` bytes on each.
 
-    Those that change least come first: a smaller micro-batch, the largest that fits; activation checkpointing too; the
-    same in shares, by FSDP, on as many devices and on more.
+    Those that change least: a smaller micro-batch, the largest that fits; activation checkpointing too; the same in
+    shares, by FSDP, on as many devices or on more. None if none of these helps.
     """
     parallel, checkpointing = settings.pop("parallel"), settings.pop("activation_checkpointing")
-    spreads = [(world, parallel)]
-    spreads += [(n, "fsdp") for n in range(max(world, 2), rows + 1) if rows % n == 0 and (n, "fsdp") not in spreads]
+    spreads = [(world, parallel), *((n, "fsdp") for n in range(max(world, 2), rows + 1) if rows % n == 0)]
     for n, how in spreads:
-        for again in (False, True) if not checkpointing else (True,):
-            share = rows // n
+        share = rows // n
+        for again in sorted({checkpointing, True}):
             for micro_batch in (size for size in range(share, 0, -1) if share % size == 0):
                 changed = {"world": n, "parallel": how, "activation_checkpointing": again, "micro_batch": micro_batch}
-                moments = memory(model, rows=share, gpu=gpu, **settings, **changed)
-                if sum(moments[peak(moments)].values()) <= room:
-                    yield changed
-                    break
+                if at_peak(memory(model, rows=share, gpu=gpu, **settings, **changed))[1] <= room:
+                    return changed
+    return None
 
 
 # --- the whole ------------------------------------------------------------------------------------------------------
@@ -274,50 +270,46 @@ def report(settings: dict, vocab_size: int, vocabulary: str) -> str:
     plan = {name: s[name] for name in ("seq_len", "parallel", "activation_checkpointing")}
     plan |= {"precision": precision, "attention": choices["attention"], "documents": s["packing"] == "documents"}
     moments = memory(model, rows=rows // world, micro_batch=choices["micro_batch"], world=world, gpu=gpu, **plan)
-    moment = peak(moments)
-    need, room = sum(moments[moment].values()), spec["memory"] - (RESERVED if gpu else 0)
+    room = spec["memory"] - (RESERVED if gpu else 0)
+    fit = None
+    if at_peak(moments)[1] > room:
+        fit = what_fits(model, room, rows=rows, world=world, gpu=gpu, **plan)
 
-    again = s["activation_checkpointing"]
-    speed = spec["flops_bf16" if precision != "fp32" and spec["flops_bf16"] is not None else "flops_fp32"]
-    computed = flops_per_token(model, seq_len, again=again) * s["batch_tokens"] * steps
+    speed = spec["flops_fp32"] if precision == "fp32" else spec["flops_bf16"] or spec["flops_fp32"]
+    computed = flops_per_token(model, seq_len, again=s["activation_checkpointing"]) * s["batch_tokens"] * steps
     seconds = computed / (speed * s["mfu"] * world)
-    device_hours = seconds * world / 3600
-    devices = f"{world:,} x {spec['name']}" if world > 1 else spec["name"]
 
-    lines = ["parameters"]
-    lines += [_row(name, f"{n:,}") for name, n in parameters(model).items() if n]
-    lines += [_row("all", f"{model.n_parameters():,}", f"vocabulary {vocab_size:,} ({vocabulary})"), "", "work"]
-    pieces = rows // world // choices["micro_batch"]
-    each = f"{rows:,} rows of {seq_len:,}; a device takes {pieces:,} x {choices['micro_batch']:,}"
-    lines.append(_row("tokens a step", f"{s['batch_tokens']:,}", each))
-    lines.append(_row("steps", f"{steps:,}", f"{steps * s['batch_tokens']:,} tokens; evaluation not counted"))
-    lines.append(_row("FLOPs a token", f"{flops:,}", "6 N + 12 n_layers d_model seq_len, N without the embedding"))
-    lines.append(_row("FLOPs", f"{total:.3e}", "activation checkpointing computes a third more" if again else ""))
-
+    pieces = f"{rows // world // choices['micro_batch']:,} x {choices['micro_batch']:,}"
+    more = "activation checkpointing computes a third more" if s["activation_checkpointing"] else ""
     how = f"{precision}, {choices['attention']} attention, eager" + (f", {s['parallel']}" if world > 1 else "")
-    lines += ["", f"memory of a device in GiB, at its peak (the {moment}; {how})"]
-    sizes = moments[moment]
-    lines += [_row(name, f"{sizes[name] / GIB:,.3f}", what) for name, what in WHAT.items() if sizes.get(name)]
-    off = [f"{name} {max(of.get(name, 0) for of in moments.values()) / GIB:,.3f}" for name in ("gradients", "logits")]
-    lines.append(_row("all", f"{need / GIB:,.3f}", f"at other moments up to: {', '.join(off)}"))
-    has = f"{spec['name']} has {spec['memory'] / GIB:,.1f}" + (", of which 1 is reserved" if gpu else "")
-    if need <= room:
-        lines.append(_row("fits", f"{(room - need) / GIB:,.3f}", f"to spare: {has}"))
-    else:
-        lines.append(_row("TOO MUCH", f"{(need - room) / GIB:,.3f}", f"too many: {has}"))
-        change = next(fits(model, room, rows=rows, world=world, gpu=gpu, **plan), None)
-        fit = "nothing here helps: take a smaller model, or a shorter seq_len"
-        if change is not None:
-            now = {"world": world, "parallel": s["parallel"], "activation_checkpointing": again}
-            fit = " ".join(f"{name}={_word(value)}" for name, value in change.items() if now.get(name) != value)
-        lines.append(_row("what fits", "", fit))
-
-    lines += ["", f"time and cost of {devices}, at {s['mfu']:.0%} of {speed / 1e12:,.4g} TFLOP/s (mfu, an assumption)"]
-    lines.append(_row("time", _duration(seconds)))
-    lines.append(_row("device hours", f"{device_hours:,.2f}"))
-    if spec["price_per_hour"] is not None:
-        price = f"USD, at {spec['price_per_hour']:,.2f} an hour (device_spec.price_per_hour)"
-        lines.append(_row("cost", f"{device_hours * spec['price_per_hour']:,.2f}", price))
+    devices = f"{world:,} x {spec['name']}" if world > 1 else spec["name"]
+    lines = [
+        "parameters",
+        *(_row(name, f"{n:,}") for name, n in parameters(model).items() if n),
+        _row("all", f"{model.n_parameters():,}", f"vocabulary {vocab_size:,} ({vocabulary})"),
+        "",
+        "work",
+        _row("tokens a step", f"{s['batch_tokens']:,}", f"{rows:,} rows of {seq_len:,}; a device takes {pieces}"),
+        _row("steps", f"{steps:,}", f"{steps * s['batch_tokens']:,} tokens; evaluation not counted"),
+        _row("FLOPs a token", f"{flops:,}", "6 N + 12 n_layers d_model seq_len, N without the embedding"),
+        _row("FLOPs", f"{total:.3e}", more),
+        "",
+        f"memory of a device in GiB, at its peak (the {at_peak(moments)[0]}; {how})",
+        *_memory_rows(moments, room, f"{spec['name']} has {spec['memory'] / GIB:,.1f}" + ", 1 of it reserved" * gpu),
+    ]
+    if at_peak(moments)[1] > room:
+        changes = [f"{name}={str(value).lower()}" for name, value in (fit or {}).items() if s[name] != value]
+        nothing = "nothing of these settings helps: take a smaller model, or a shorter seq_len"
+        lines.append(_row("what fits", "", " ".join(changes) or nothing))
+    lines += [
+        "",
+        f"time and cost of {devices}, at {s['mfu']:.0%} of {speed / 1e12:,.4g} TFLOP/s each (mfu, an assumption)",
+        _row("time", _duration(seconds)),
+        _row("device hours", f"{seconds * world / 3600:,.2f}"),
+    ]
+    if (price := spec["price_per_hour"]) is not None:
+        cost = seconds * world / 3600 * price
+        lines.append(_row("cost", f"{cost:,.2f}", f"USD, at {price:,.2f} an hour (device_spec.price_per_hour)"))
     return "\n".join(lines)
 
 
@@ -334,12 +326,20 @@ WHAT = {
 }
 
 
+def _memory_rows(moments: dict[str, dict[str, int]], room: float, has: str) -> list[str]:
+    moment, need = at_peak(moments)
+    sizes = moments[moment]
+    rows = [_row(name, f"{sizes[name] / GIB:,.3f}", what) for name, what in WHAT.items() if sizes.get(name)]
+    most = {name: max(some.get(name, 0) for some in moments.values()) for name in ("gradients", "logits")}
+    elsewhere = [f"{name} {n / GIB:,.3f}" for name, n in most.items() if n > sizes.get(name, 0)]
+    rows.append(_row("all", f"{need / GIB:,.3f}", "at other moments: " + ", ".join(elsewhere) if elsewhere else ""))
+    if need <= room:
+        return [*rows, _row("fits", f"{(room - need) / GIB:,.3f}", f"to spare: {has}")]
+    return [*rows, _row("TOO MUCH", f"{(need - room) / GIB:,.3f}", f"too many: {has}")]
+
+
 def _row(name: str, value: str, note: str = "") -> str:
     return f"  {name:<14}{value:>22}  {note}".rstrip()
-
-
-def _word(value: object) -> str:
-    return str(value).lower()
 
 
 def _duration(seconds: float) -> str:
