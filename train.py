@@ -1,6 +1,7 @@
 """Trains a GPT: the story of a run, from top to bottom.  python train.py --help"""
 
 import os
+import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -14,14 +15,16 @@ from conf.schema import Train
 from data.batches import make_batches
 from data.prepare import planned_vocabulary, prepare
 from model import GPT, generate
-from training import auto, checkpoint, estimate, tracking
+from model.gpt import checkpoint_activations
+from training import auto, checkpoint, distributed, estimate, guards, interruption, tracking
 from training.compilation import compile_forward
 from training.evaluation import evaluate
-from training.metrics import MetricsLog, Screen, Stopwatch, check_finite
+from training.interruption import Interruption
+from training.metrics import MetricsLog, Screen, Stopwatch
 from training.optimizer import build_optimizer
 from training.run_folder import describe, differences
 from training.schedule import learning_rate
-from training.step import train_step
+from training.step import compute_gradients, gradient_norm, micro_batches, update
 
 
 @entry_point("train", Train)
@@ -30,13 +33,18 @@ def main(cfg: Train):
 
 
 def train(cfg: Train, run: Path):
-    """Trains as `cfg` says; `run` is the folder of this run."""
+    """Trains as `cfg` says; `run` is the folder of this run. Under torchrun each rank does so, and rank 0 speaks."""
     if cfg.dry_run:
         return print(estimate.report(asdict(cfg), *planned_vocabulary(asdict(cfg.data), asdict(cfg.tokenizer))))
 
+    began = time.monotonic()
+    distributed.start(cfg.rank_timeout)
+    run, first = distributed.broadcast(run), distributed.rank() == 0
+
     # --- from the beginning, or from a checkpoint ---
     start, saved = 0, {}
-    if (folder := find_start(cfg.resume, run)) is not None:
+    folder = distributed.broadcast(find_start(cfg.resume, run) if first else None)
+    if folder is not None:
         start, saved = checkpoint.read_about(folder)["step"], checkpoint.load_training(folder)
         print(f"resuming from {folder}: {start} steps are done")
         for difference in differences(saved["config"], asdict(cfg)):
@@ -44,16 +52,22 @@ def train(cfg: Train, run: Path):
     end = min(cfg.steps, cfg.stop_after or cfg.steps)
     if start >= end:
         raise ValueError(f"nothing left to do: {start} steps are done, the run ends at {end}; give more steps")
-    if cfg.resume != "auto" and checkpoint.steps(run):
+    if first and cfg.resume != "auto" and checkpoint.steps(run):
         raise ValueError(f"{run} already holds checkpoints: resume=auto goes on with them; or take another folder")
+    weights_of = folder
+    if cfg.init_from is not None and folder is None:
+        weights_of = distributed.broadcast(checkpoint.find(cfg.init_from) if first else None)
 
     # --- the text ---
     corpus = prepare(asdict(cfg.data), asdict(cfg.tokenizer))
     corpus.check_length(cfg.seq_len)
     tokenizer, token_lengths = corpus.tokenizer, corpus.tokenizer.token_lengths()
-    batches = make_batches(corpus, cfg.batch_tokens // cfg.seq_len, cfg.seq_len, cfg.seed, cfg.packing)
+    rows, ranks = cfg.batch_tokens // cfg.seq_len, distributed.size()
+    batches = make_batches(corpus, rows, cfg.seq_len, cfg.seed, cfg.packing, distributed.rank(), ranks)
     if saved and saved["corpus"] != corpus.fingerprint():
         raise ValueError(f"{folder} has learned from another text than {corpus.folder}, or with another tokenizer")
+    if weights_of is not None:
+        checkpoint.check_same_tokenizer(weights_of, tokenizer)
     try:
         prompt = tokenizer.prompt(cfg.sample.prompt)
     except ValueError as error:
@@ -61,55 +75,103 @@ def train(cfg: Train, run: Path):
 
     # --- the model ---
     torch.manual_seed(cfg.seed)
-    device = auto.choose_device(cfg.device)
+    device = auto.choose_device(cfg.device, cfg.deterministic)
     model = GPT(tokenizer.vocab_size, **asdict(cfg.model)).to(device)
+    n_parameters = model.n_parameters()
+    if weights_of is not None:
+        checkpoint.check_same_model(weights_of, model)
+        checkpoint.load_weights(weights_of, model)
     choices = auto.choose(
         precision=cfg.precision,
         compile=cfg.compile,
         attention=cfg.attention,
         micro_batch=cfg.micro_batch,
         device=device,
-        rows=batches.rows,
+        rows=rows // ranks,
         seq_len=cfg.seq_len,
         vocab_size=tokenizer.vocab_size,
         soft_cap=cfg.model.soft_cap,
-        flops=6 * model.n_parameters() * cfg.batch_tokens * cfg.steps,
+        flops=6 * n_parameters * cfg.batch_tokens * cfg.steps,
         saved=saved.get("choices", {}),
     )
     model.use_attention(choices["attention"])
+    if cfg.activation_checkpointing:
+        checkpoint_activations(model)
     autocast = auto.autocast(device, choices["precision"])
 
-    # --- what changes its weights ---
+    epochs = batches.epoch(end) - batches.epoch(start)
+    shared = f" on {ranks} ranks, {cfg.parallel}" if ranks > 1 else ""
+    print(f"run       {run}")
+    print(f"text      {len(corpus.train):,} tokens to learn from, {len(corpus.validation):,} held out, {corpus.folder}")
+    print(f"model     {n_parameters:,} parameters, vocabulary {tokenizer.vocab_size:,}")
+    print(f"steps     {end - start} of {cfg.batch_tokens:,} tokens, {epochs:.1f} epochs")
+    print(f"device    {device}{shared}, " + ", ".join(f"{name} {value}" for name, value in choices.items()), flush=True)
+
+    some = {name: some[: choices["micro_batch"]].to(device) for name, some in batches.batch(start).items()}
+    if cfg.micro_batch == "auto" and device.type == "cuda" and not saved:
+        choices["micro_batch"] = auto.largest_that_fits(model, some, autocast)
+    forward = model
+    if choices["compile"]:
+        print("compiling, once", flush=True)
+        compiling = time.perf_counter()
+        forward = compile_forward(model, some, autocast, warn=print)
+        choices["compile"] = forward is not model
+        print(f"{time.perf_counter() - compiling:.0f} s of compiling", flush=True)
+    forward = distributed.spread(model, forward, cfg.parallel, choices["precision"])
+    model.train()
+
+    # --- what changes its weights, and what it remembers ---
     o, s = cfg.optimizer, cfg.schedule
     optimizer = build_optimizer(model, lr=o.lr, betas=o.betas, eps=o.eps, weight_decay=o.weight_decay)
     scaler = torch.amp.GradScaler(device.type, enabled=choices["precision"] == "fp16")
-    samples = []
-    if folder is not None:
-        checkpoint.check_same_model(folder, model)
-        checkpoint.load_weights(folder, model)
-        settings = optimizer.state_dict()["param_groups"]  # what it remembers is restored, how it is set is ours
-        optimizer.load_state_dict({**saved["optimizer"], "param_groups": settings})
+    samples: list[dict] = []
+    guard = guards.Guard()
+
+    def remember(saved: dict):
+        """Everything with memory, as a checkpoint has it."""
+        nonlocal samples, guard
+        distributed.load_optimizer(optimizer, saved["optimizer"])
         if saved["scaler"]:
             scaler.load_state_dict(saved["scaler"])
-        checkpoint.set_rng_state(saved["rng"])
-        samples = saved["samples"]
+        if distributed.rank() < len(saved["rng"]):
+            checkpoint.set_rng_state(saved["rng"][distributed.rank()])
+        samples, guard = list(saved["samples"]), guards.Guard(**saved["guard"])
 
-    # --- where its story is told ---
-    run.mkdir(parents=True, exist_ok=True)
-    OmegaConf.save(OmegaConf.create(asdict(cfg)), run / "config.yaml")
-    if cfg.resume == "auto":
-        checkpoint.set_aside(run, start)
-    log = MetricsLog(run / "metrics.jsonl", start)
-    wandb_run = tracking.start(
-        cfg.tracking.mode,
-        project=cfg.tracking.project,
-        timeout=cfg.tracking.timeout,
-        folder=run,
-        config=asdict(cfg) | choices,
-        run_id=saved["wandb_id"] if saved and cfg.resume == "auto" else None,
-        warn=print,
-    )
-    (run / "README.txt").write_text(describe(run, tracking.where(wandb_run)), encoding="utf-8")
+    if distributed.rank() > 0:  # other random numbers for dropout than rank 0's
+        torch.manual_seed(cfg.seed + 1_000_003 * (distributed.rank() + ranks * start))
+    if folder is not None:
+        remember(saved)
+    guard.skip = sorted({*guard.skip, *cfg.skip_batches})
+
+    def save(step: int, row: dict):
+        weights, about = checkpoint.snapshot(model)
+        about |= {"step": step, "seq_len": cfg.seq_len, "precision": choices["precision"], "data": asdict(cfg.data)}
+        about |= {"tokenizer": asdict(cfg.tokenizer), "tokenizer_hash": tokenizer.fingerprint()}
+        about |= {name: row[name] for name in ("loss", "validation_loss", "bits_per_byte") if name in row}
+        memory = {
+            "optimizer": distributed.whole(optimizer.state_dict()),
+            "scaler": scaler.state_dict(),
+            "rng": distributed.gather_objects(checkpoint.rng_state()),
+            "samples": list(samples),
+            "guard": asdict(guard),
+            "choices": dict(choices),
+            "corpus": corpus.fingerprint(),
+            "config": asdict(cfg),
+            "wandb_id": wandb_run.id,
+        }
+        if first:
+            log.sync()
+            saver.save(step, weights, tokenizer.save, about, memory)
+
+    def roll_back() -> int:
+        """To the last checkpoint; what is to be skipped from now on stays known. -> its step."""
+        saver.wait()
+        folder = distributed.broadcast(checkpoint.find(run, for_training=True) if first else None)
+        skip = guard.skip
+        distributed.load_weights(model, checkpoint.read_weights(folder))
+        remember(checkpoint.load_training(folder))
+        guard.skip = skip
+        return checkpoint.read_about(folder)["step"]
 
     def validate(limit: int | None) -> dict:
         result = evaluate(
@@ -138,84 +200,140 @@ def train(cfg: Train, run: Path):
         tracking.log_samples(wandb_run, samples)
         return text
 
-    def save(step: int, row: dict) -> Path:
-        target = run / "checkpoints" / f"step_{step:08}"
-        results = {name: row[name] for name in ("loss", "validation_loss", "bits_per_byte") if name in row}
-        about = {"step": step, "seq_len": cfg.seq_len, "precision": choices["precision"], "data": asdict(cfg.data)}
-        about |= {"tokenizer": asdict(cfg.tokenizer), "tokenizer_hash": tokenizer.fingerprint()}
-        state = {"optimizer": optimizer.state_dict(), "scaler": scaler.state_dict(), "rng": checkpoint.rng_state()}
-        state |= {
-            "config": asdict(cfg),
-            "corpus": corpus.fingerprint(),
-            "choices": choices,
-            "samples": samples,
-            "wandb_id": wandb_run.id,
-        }
-        checkpoint.save(target, model, tokenizer.save, about | results, state)
-        return target
-
-    epochs = batches.epoch(end) - batches.epoch(start)
-    print(f"run       {run}")
-    print(f"text      {len(corpus.train):,} tokens to learn from, {len(corpus.validation):,} held out, {corpus.folder}")
-    print(f"model     {model.n_parameters():,} parameters, vocabulary {tokenizer.vocab_size:,}")
-    print(f"steps     {end - start} of {cfg.batch_tokens:,} tokens, {epochs:.1f} epochs")
-    print(f"device    {device}, " + ", ".join(f"{name} {value}" for name, value in choices.items()), flush=True)
+    def explain_nonfinite(step: int, batch: dict, loss: float, norm: float, rng: dict) -> str:
+        """Finds out where, and writes it down with the text of the batch; training is as it was before."""
+        after, pieces = checkpoint.rng_state(), list(micro_batches(batch, choices["micro_batch"]))
+        searchable = ranks == 1 or cfg.parallel == "ddp"  # under fsdp ranks would have to search in step
+        origin = guards.find_origin(model, pieces, autocast, rng) if searchable else guards.NOWHERE
+        checkpoint.set_rng_state(after)
+        texts = [tokenizer.decode(row) for row in batch["tokens"].tolist()]
+        path = guards.report(run, step, loss, norm, origin, texts)
+        return f"the loss of step {step + 1} is {loss}, its gradient norm {norm}: {guards.describe(origin)}; see {path}"
 
     # --- training ---
-    model.train()
-    forward = model
-    if choices["compile"]:
-        print("compiling, once", flush=True)
-        began = time.perf_counter()
-        some = {name: rows[: choices["micro_batch"]].to(device) for name, rows in batches.batch(start).items()}
-        forward = compile_forward(model, some, autocast, warn=print)
-        choices["compile"] = forward is not model
-        print(f"{time.perf_counter() - began:.0f} s of compiling", flush=True)
+    with (
+        checkpoint.taken(run, first),
+        checkpoint.Saver(run, cfg.keep, warn=print) as saver,
+        Interruption(interruption.seconds(cfg.max_time), began) as interrupted,
+        Screen(cfg.steps) as screen,
+    ):
+        if first:
+            OmegaConf.save(OmegaConf.create(asdict(cfg)), run / "config.yaml")
+            if cfg.resume == "auto":
+                checkpoint.set_aside(run, start)
+        log = MetricsLog(run / "metrics.jsonl" if first else None, start)
+        wandb_run = tracking.start(
+            cfg.tracking.mode if first else "disabled",
+            project=cfg.tracking.project,
+            timeout=cfg.tracking.timeout,
+            folder=run,
+            config=asdict(cfg) | choices,
+            run_id=saved["wandb_id"] if saved and cfg.resume == "auto" else None,
+            warn=print,
+        )
+        if first:
+            (run / "README.txt").write_text(describe(run, tracking.where(wandb_run)), encoding="utf-8")
+        if cfg.on_spike == "rollback" and start == 0:
+            save(0, {})  # something to go back to
 
-    watch = Stopwatch()
-    last_step, last_seconds = start, 0.0
-    with Screen(cfg.steps) as screen:
-        for step, batch in enumerate(batches.stream(start, end, device), start):
+        watch = Stopwatch()
+        step, last_step, last_seconds, reason = start, start, 0.0, 0
+        stream = batches.stream(step, end, device)
+        while step < end:
+            with distributed.naming_the_late(step):
+                count, batch = next(stream)
+                counts, reasons = distributed.gather(count, interrupted.wanted())
+            if reason := int(max(reasons)):
+                break
+
+            # a step: gradients, a look at them, the update
             lr = learning_rate(step, steps=cfg.steps, peak=o.lr, warmup=s.warmup, decay=s.decay, final=s.final)
-            loss, norm = train_step(
-                forward,
-                optimizer,
-                scaler,
-                batch,
-                micro_batch=choices["micro_batch"],
-                lr=lr,
-                clip=o.clip,
-                autocast=autocast,
-            )
+            row = {"step": step + 1, "tokens": (step + 1) * cfg.batch_tokens, "epoch": batches.epoch(step + 1)}
+            row |= {"lr": lr}
+            if step in guard.skip:
+                guard.passed_over()
+            else:
+                rng = checkpoint.rng_state()
+                with (
+                    distributed.naming_the_late(step),
+                    auto.explaining_memory(model, batch, choices["micro_batch"], autocast),
+                ):
+                    total = compute_gradients(
+                        forward,
+                        scaler,
+                        batch,
+                        micro_batch=choices["micro_batch"],
+                        count=sum(counts),
+                        autocast=autocast,
+                    )
+                    norm = gradient_norm(optimizer, scaler)
+                    loss = sum(distributed.gather(total.item())[0]) / sum(counts)
+                overflow = scaler.is_enabled() and not norm.isfinite()  # common in fp16: its scaler shrinks, and skips
+                if not guards.finite(loss) or not (overflow or norm.isfinite()):
+                    what = explain_nonfinite(step, batch, loss, norm.item(), rng)
+                    if cfg.on_nonfinite == "stop" or guard.in_a_row >= cfg.max_skips:
+                        save(step, {})  # which has not seen this batch
+                        raise ValueError(
+                            f"{what}; step {step} is saved: try resume=auto with on_nonfinite=skip, "
+                            f"or a lower optimizer.lr than {o.lr}"
+                        )
+                    guard.not_finite()
+                    screen.say(f"{what}; the batch is skipped")
+                    scaler.update()
+                    optimizer.zero_grad(set_to_none=True)
+                elif guard.is_spike(loss, cfg.spike_sigmas, cfg.spike_window) and cfg.on_spike == "rollback":
+                    guard.skip = sorted({*guard.skip, step})
+                    screen.say(f"the loss of step {step + 1} jumped to {loss:.4f}: back to the last checkpoint")
+                    optimizer.zero_grad(set_to_none=True)
+                    step = roll_back()
+                    log = MetricsLog(run / "metrics.jsonl" if first else None, step)
+                    stream = batches.stream(step, end, device)
+                    last_step, last_seconds = step, watch.seconds()
+                    continue
+                else:
+                    update(optimizer, scaler, lr=lr, norm=norm, clip=o.clip)
+                    row |= {"loss": loss, "grad_norm": norm.item()}
+                    if overflow:
+                        guard.passed_over()
 
-            done = step + 1
-            due = {what: done % every == 0 or done == cfg.steps for what, every in asdict(cfg.every).items()}
-            due["checkpoint"] |= done == end
+            # what is due behind it
+            step += 1
+            due = {what: step % every == 0 or step == cfg.steps for what, every in asdict(cfg.every).items()}
+            due["checkpoint"] |= step == end
             if not any(due.values()):
                 continue
-            row = {"step": done, "tokens": done * cfg.batch_tokens, "epoch": batches.epoch(done)}
-            row |= {"loss": loss.item(), "lr": lr, "grad_norm": norm.item()}
+            row |= {"skipped": guard.skipped, "spikes": guard.spikes}
             seconds = watch.seconds()
             with watch:
                 if due["evaluate"]:
-                    row |= validate(limit=None if done == cfg.steps else cfg.evaluation_tokens)
-                check_finite(row, fp16=scaler.is_enabled(), lr=o.lr, run=run)
+                    row |= validate(limit=None if step == cfg.steps else cfg.evaluation_tokens)
                 if due["log"] or due["evaluate"]:
-                    speed = (done - last_step) * cfg.batch_tokens / (seconds - last_seconds)
-                    last_step, last_seconds = done, seconds
+                    speed = (step - last_step) * cfg.batch_tokens / (seconds - last_seconds)
+                    last_step, last_seconds = step, seconds
                     row["clock"] = {"seconds": seconds, "tokens_per_second": speed}
                     log.write(row)
                     tracking.log(wandb_run, row)
-                    screen.report(done, row, (end - done) * cfg.batch_tokens / speed, keep=due["evaluate"])
+                    screen.report(step, row, (end - step) * cfg.batch_tokens / speed, keep=due["evaluate"])
                 if due["sample"]:
-                    screen.say(f"\n{write_sample(done)}\n")
+                    screen.say(f"\n{write_sample(step)}\n")
                 if due["checkpoint"]:
-                    folder = save(done, row)
-    wandb_run.finish()
+                    save(step, row)
 
-    print(f"checkpoint  {folder}")
+        if reason and step > start and not checkpoint.step_folder(run, step).exists():
+            save(step, {})
+        saver.wait()
+    wandb_run.finish()
+    distributed.stop()
+
+    if reason:
+        print(f"{interruption.describe(reason)}: ended after step {step}, resume=auto goes on from there")
+    print(f"checkpoint  {checkpoint.find(run) if first else None}")
     print(f"next        python -m scripts.generate checkpoint={run} -- To be, or not")
-    print(f"tracked     {tracking.where(wandb_run)}")
+    print(f"tracked     {tracking.where(wandb_run)}", flush=True)
+    if saver.failed:
+        raise ValueError(f"{saver.failed} checkpoints could not be saved, see above")
+    if code := interruption.exit_code(reason):
+        sys.exit(code)
 
 
 def find_start(resume: str | None, run: Path) -> Path | None:

@@ -1,11 +1,13 @@
 """What train.py and the scripts share: from the command line to a checked config, and from an error to one line."""
 
+import atexit
 import difflib
 import os
 import re
 import secrets
 import shutil
 import sys
+import tempfile
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import datetime
@@ -25,9 +27,16 @@ RUN_NAME = re.compile(r"\d{8}-\d{6}-(.+)-[0-9a-f]{6}")
 
 
 def run_dir(resume: str | None, name: str) -> str:
-    """The run's folder: with resume=auto the newest run of that name that holds a checkpoint, else a new one."""
+    """The run's folder: with resume=auto the newest run of that name that holds a checkpoint, else a new one.
+
+    Of several ranks the first decides; the others get a folder to throw away, until they hear of it.
+    """
     if not re.fullmatch(r"[\w.-]+", name):
         raise ValueError(f"name must consist of letters, digits, '.', '_' and '-', got {name!r}")
+    if int(os.environ.get("RANK", 0)) > 0:
+        folder = tempfile.mkdtemp()
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        return folder
     if resume == "auto":
         runs = [run for run in Path("runs").glob("*") if any(run.glob("checkpoints/step_*/manifest.json"))]
         runs = [run for run in runs if (found := RUN_NAME.fullmatch(run.name)) and found[1] == name]
@@ -129,5 +138,5 @@ def _remove_empty_run_folder():
     of_several = RUN_NAME.fullmatch(folder.parent.name)
     if (of_several or RUN_NAME.fullmatch(folder.name)) and folder.is_dir() and not any(folder.iterdir()):
         folder.rmdir()
-        if of_several and [file.name for file in folder.parent.iterdir()] == ["multirun.yaml"]:
+        if of_several and {file.name for file in folder.parent.iterdir()} <= {"multirun.yaml"}:
             shutil.rmtree(folder.parent)

@@ -6,6 +6,7 @@ anything is read or built, and says in one line what is wrong.
 
 import difflib
 import math
+import re
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import get_args
 
@@ -148,13 +149,24 @@ class Train:
     seq_len: int = number(at_least=1)
     packing: str = one_of("stream", "documents")
     evaluation_tokens: int | None = number(at_least=1)
-    parallel: str = one_of("ddp", "fsdp")
-    activation_checkpointing: bool
     dry_run: bool
     world: int = number(at_least=1)
     mfu: float = number(above=0, at_most=1)
     device_spec: DeviceSpec
     resume: str | None
+    init_from: str | None
+    keep: int | None = number(at_least=1)
+    max_time: str | None
+    deterministic: bool
+    on_nonfinite: str = one_of("stop", "skip")
+    max_skips: int = number(at_least=1)
+    on_spike: str = one_of("count", "rollback")
+    spike_sigmas: float = number(above=0)
+    spike_window: int = number(at_least=2)
+    skip_batches: list[int] = number(at_least=0)
+    parallel: str = one_of("ddp", "fsdp")
+    activation_checkpointing: bool
+    rank_timeout: float = number(above=0)
     every: Every
     model: Model
     data: Data
@@ -417,6 +429,10 @@ def check_rules(cfg):
             raise ValueError(
                 f"micro_batch must divide the {rows} rows of a batch (batch_tokens / seq_len), got {cfg.micro_batch}"
             )
+    if cfg.init_from is not None and cfg.resume not in (None, "auto"):
+        raise ValueError(f"a run begins with resume or with init_from, got both: {cfg.resume} and {cfg.init_from}")
+    if cfg.max_time is not None and not re.fullmatch(r"(?=.)(\d+d)?(\d+h)?(\d+m)?(\d+s)?", cfg.max_time):
+        raise ValueError(f"max_time must look like 3h50m, 90m or 45s, got {cfg.max_time}")
     if cfg.compile not in (True, False, "auto"):
         raise ValueError(f"compile must be auto, true or false, got {cfg.compile}")
     if cfg.schedule.warmup >= cfg.steps:

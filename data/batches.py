@@ -175,36 +175,50 @@ class Mixture:
 
 
 class Batches:
-    """batch(t) gives step t: tokens and targets (rows, seq_len), int64, and what else forward is to be told."""
+    """batch(t) gives step t: tokens and targets (rows, seq_len), int64, and what else forward is to be told.
 
-    def __init__(self, source: Windows | Documents | Mixture, rows: int):
-        self.source, self.rows = source, rows
+    Of the `rows` of a batch, rank i of so many gets the i-th equal part.
+    """
+
+    def __init__(self, source: Windows | Documents | Mixture, rows: int, rank: int = 0, ranks: int = 1):
+        if rows % ranks:
+            raise ValueError(
+                f"a batch of {rows} rows (batch_tokens / seq_len) cannot be shared by {ranks} ranks equally"
+            )
+        self.source, self.rows, self.rank, self.ranks = source, rows, rank, ranks
 
     def batch(self, step: int) -> dict[str, Tensor]:
-        ordinals = step * self.rows + np.arange(self.rows)
+        mine = self.rows // self.ranks
+        ordinals = step * self.rows + self.rank * mine + np.arange(mine)
         return {name: torch.from_numpy(some) for name, some in self.source.rows(ordinals).items()}
 
     def epoch(self, step: int) -> float:
         """Epochs done before step `step`."""
         return step * self.rows / self.source.count
 
-    def stream(self, start: int, end: int, device: torch.device) -> Iterator[dict[str, Tensor]]:
-        """Batches start .. end - 1 on a device; each is read, by a thread, while the one before it is worked on."""
+    def stream(self, start: int, end: int, device: torch.device) -> Iterator[tuple[int, dict[str, Tensor]]]:
+        """Batches start .. end - 1 on a device, each behind the number of its targets that count.
 
-        def read(step: int) -> dict[str, Tensor]:
+        Each is read, by a thread, while the one before it is worked on.
+        """
+
+        def read(step: int) -> tuple[int, dict[str, Tensor]]:
             batch = self.batch(step)
-            return {n: x.pin_memory() for n, x in batch.items()} if device.type == "cuda" else batch
+            count = int((batch["targets"] != IGNORE).sum())
+            return count, {n: x.pin_memory() for n, x in batch.items()} if device.type == "cuda" else batch
 
         with ThreadPoolExecutor(1) as pool:
             coming = pool.submit(read, start)
             for step in range(start, end):
-                batch = coming.result()
+                count, batch = coming.result()
                 if step + 1 < end:
                     coming = pool.submit(read, step + 1)
-                yield {name: x.to(device, non_blocking=True) for name, x in batch.items()}
+                yield count, {name: x.to(device, non_blocking=True) for name, x in batch.items()}
 
 
-def make_batches(corpus: Corpus, rows: int, seq_len: int, seed: int, packing: str = "stream") -> Batches:
+def make_batches(
+    corpus: Corpus, rows: int, seq_len: int, seed: int, packing: str = "stream", rank: int = 0, ranks: int = 1
+) -> Batches:
     """The batches of a corpus, or of several by their weights; packing "stream" or "documents"."""
 
     def source(corpus: Corpus):
@@ -214,5 +228,5 @@ def make_batches(corpus: Corpus, rows: int, seq_len: int, seed: int, packing: st
 
     if corpus.mixture:
         sources = [source(part) for part, _ in corpus.mixture]
-        return Batches(Mixture(sources, [weight for _, weight in corpus.mixture]), rows)
-    return Batches(source(corpus), rows)
+        return Batches(Mixture(sources, [weight for _, weight in corpus.mixture]), rows, rank, ranks)
+    return Batches(source(corpus), rows, rank, ranks)

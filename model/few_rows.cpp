@@ -19,7 +19,7 @@ using torch::stable::Tensor;
 namespace {
 
 constexpr int LANES = 8;           // numbers that one instruction multiplies
-constexpr int PANEL = 2 * LANES;   // outputs whose weights lie side by side
+constexpr int PANEL = 2 * LANES;   // outputs whose weights lie side by side; there are four panels, or eight, ...
 typedef float Lanes __attribute__((vector_size(4 * LANES)));
 
 Lanes load(const float* x) {
@@ -87,6 +87,9 @@ void product(const float* x, const Weight* panels, const float* scale, float* y,
 }
 
 Tensor linear(const Tensor& x, const Tensor& panels, std::optional<Tensor> scale, int64_t d_out) {
+  STD_TORCH_CHECK(x.is_contiguous() && panels.is_contiguous() && panels.size(0) * PANEL >= d_out &&
+                  panels.size(0) % 4 == 0 && panels.size(1) == x.size(1) && panels.size(2) == PANEL,
+                  "the rows do not fit the panels of weights");
   Tensor y = torch::stable::new_empty(x, {x.size(0), d_out});
   auto in = static_cast<const float*>(x.data_ptr());
   auto out = static_cast<float*>(y.data_ptr());
@@ -127,6 +130,8 @@ void attend_one(const float* q, const float* k, const float* v, const bool* mask
 }
 
 Tensor attend(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& mask) {
+  STD_TORCH_CHECK(q.size(2) == 1 && q.stride(3) == 1 && k.stride(3) == 1 && v.stride(3) == 1,
+                  "one query a row, and numbers of a head side by side");
   const int64_t heads = q.size(1), shared = heads / k.size(1);
   Tensor y = torch::stable::new_empty(q, {q.size(0), heads, 1, q.size(3)});
   auto queries = static_cast<const float*>(q.data_ptr());

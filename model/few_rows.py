@@ -6,6 +6,7 @@ weights in the order in which they lie, as four bytes each or as one, two to thr
 
 import hashlib
 import os
+import shlex
 import subprocess
 import tempfile
 import warnings
@@ -21,7 +22,8 @@ from model.attention import CausalMultiHeadAttention, fused_attention
 from model.gpt import GPT
 
 PANEL = 16  # outputs whose weights lie side by side, as in few_rows.cpp
-FEW_ROWS = 64  # with more, torch's own product is as fast
+GROUP = 4 * PANEL  # outputs that it may read at once: weights are filled up to a multiple
+FEW_ROWS = 512  # with more, torch's own product is worth a copy of the weights
 
 
 def kernels_loaded() -> bool:
@@ -31,7 +33,7 @@ def kernels_loaded() -> bool:
 def load_kernels(say: Callable[[str], None] = warnings.warn):
     """Builds few_rows.cpp for this machine when there is no build of it yet; RuntimeError where that fails.
 
-    Takes a C++ compiler and five seconds, once: the result stays where torch keeps extensions (TORCH_EXTENSIONS_DIR),
+    Takes a C++ compiler and some seconds, once: the result stays where torch keeps extensions (TORCH_EXTENSIONS_DIR),
     under a name made of all that it is made of.
     """
     if kernels_loaded():
@@ -50,7 +52,7 @@ def load_kernels(say: Callable[[str], None] = warnings.warn):
             folder.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(dir=folder) as building:  # beside, then renamed: whole or not at all
                 built = Path(building) / library.name
-                compiler = [os.environ.get("CXX") or "c++", *flags, str(source), "-o", str(built)]
+                compiler = [*shlex.split(os.environ.get("CXX") or "c++"), *flags, str(source), "-o", str(built)]
                 places = [f"-I{of_torch / 'include'}", f"-L{of_torch / 'lib'}", "-ltorch_cpu"]
                 subprocess.run([*compiler, *places], check=True, capture_output=True, text=True)
                 built.replace(library)
@@ -81,8 +83,9 @@ class PackedLinear(nn.Module):
         super().__init__()
         weight, scale = linear.weight.detach(), None
         self.d_out, self.with_kernels = len(weight), kernels_loaded()
-        fill = -len(weight) % PANEL
+        fill = -len(weight) % GROUP
         if int8:
+            weight = weight.float()
             scale = (weight.abs().amax(1) / 127).clamp(min=1e-12)
             weight = (weight / scale.unsqueeze(1)).round().to(torch.int8)
             scale = F.pad(scale, (0, fill))
@@ -97,11 +100,14 @@ class PackedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x (... d_in) -> (... d_out), in the type of x."""
-        rows = x.flatten(0, -2)
-        if self.with_kernels and x.device.type == "cpu" and x.dtype != torch.float64 and len(rows) <= FEW_ROWS:
+        rows = x.reshape(-1, x.shape[-1])
+        readable = (
+            x.device.type == "cpu" and x.dtype != torch.float64 and self.panels.dtype in (torch.int8, torch.float32)
+        )
+        if self.with_kernels and readable and len(rows) <= FEW_ROWS:
             scale = None if self.scale is None else self.scale.float()
             y = torch.ops.inkling.linear(rows.float().contiguous(), self.panels, scale, self.d_out)
-            return y.to(x.dtype).unflatten(0, x.shape[:-1])
+            return y.to(x.dtype).reshape(*x.shape[:-1], self.d_out)
         y = F.linear(x, self.weight.to(x.dtype))
         return y if self.scale is None else y * self.scale[: self.d_out].to(x.dtype)
 
@@ -110,7 +116,7 @@ def attention_of_one(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None, soft_cap: None, dropout_p: float
 ) -> tuple[Tensor, None]:
     """fused_attention, by few_rows.cpp where each row has a single query; reads the keys that it may see, no others."""
-    if q.shape[2] > 1 or mask is None or bias is not None or q.dtype != torch.float32:
+    if q.shape[2] > 1 or mask is None or bias is not None or q.dtype != torch.float32 or q.device.type != "cpu":
         return fused_attention(q, k, v, mask, bias, soft_cap, dropout_p)
     mask = mask.expand(q.shape[0], q.shape[1], 1, k.shape[2])
     return torch.ops.inkling.attend(q, k, v, mask), None

@@ -65,7 +65,9 @@ def import_llama(source: Path, target: Path) -> Path:
     except RuntimeError as error:
         raise ValueError(f"{source} does not hold what its config.json says: {' '.join(str(error).split())}") from error
     about = {"step": 0, "seq_len": model.max_seq_len, "precision": "fp32", "imported": config}
-    checkpoint.save(target, model, tokenizer.save, about)
+    about["tokenizer_hash"] = tokenizer.fingerprint()
+    weights, arguments = checkpoint.snapshot(model)
+    checkpoint.save(target, weights, tokenizer.save, arguments | about)
     return target
 
 

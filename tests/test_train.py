@@ -3,9 +3,12 @@
 import json
 import math
 import os
+import resource
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -16,6 +19,7 @@ from conf.entry import REPOSITORY
 from conf.schema import Prepare
 from data.tokenizer import ByteTokenizer
 from training import checkpoint
+from training.evaluation import Evaluation
 
 SMALL = [
     "experiment=smoke",
@@ -202,11 +206,239 @@ def test_the_text_of_a_batch_can_be_shown(run, settings, capsys):
         script.settings_of(Path("nowhere"), cfg)
 
 
-def test_a_loss_that_is_not_finite_ends_the_run_with_a_line(run):
-    with pytest.raises(ValueError, match=r"the (loss|grad_norm|validation_loss) of step \d is (nan|inf): try a lower"):
+# --- ends before the end ---
+
+
+def at_step(monkeypatch, step: int, do, times: int = 1):
+    """Calls do(model, total) behind the gradients of the `step`-th step from now, and so many in all.
+
+    What it returns is taken for the loss.
+    """
+    real, calls = train.compute_gradients, []
+
+    def wrapped(forward, *arguments, **options):
+        total = real(forward, *arguments, **options)
+        calls.append(1)
+        return do(forward, total) if step <= len(calls) < step + times else total
+
+    monkeypatch.setattr(train, "compute_gradients", wrapped)
+
+
+def equal(whole: Path, parts: Path) -> bool:
+    """Bit for bit, in rows, weights and everything with memory."""
+    (weights, state), (others, other_state) = final(whole), final(parts)
+    names = ("optimizer", "rng", "choices", "scaler", "samples", "guard")
+    return rows(whole) == rows(parts) and same(weights, others) and all(same(state[n], other_state[n]) for n in names)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+@pytest.mark.parametrize("step", [1, 5])
+def test_a_signal_ends_the_run_behind_its_step_and_resuming_changes_nothing(run, monkeypatch, number, step):
+    whole = run("whole")
+    with monkeypatch.context() as patch:
+        at_step(patch, step, lambda _, total: os.kill(os.getpid(), number) or total)
+        with pytest.raises(SystemExit) as ended:
+            run("parts")
+    assert ended.value.code == 128 + number
+    assert checkpoint.find(Path("runs/parts"), for_training=True).name == f"step_{step:08}"
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert equal(whole, run("parts", "resume=auto"))
+
+
+@pytest.mark.parametrize("cut", [0, 30])
+@pytest.mark.parametrize("step", [2, 5, 8])
+def test_kill_9_and_a_power_cut_lose_no_more_than_the_steps_since_the_checkpoint(run, monkeypatch, step, cut):
+    """The machine goes down in the middle of a step; with it the last bytes of what the disk did not have yet."""
+    every = ["every.checkpoint=3", "every.evaluate=2", "every.log=1"]
+    whole = run("whole", *every)
+    if (child := os.fork()) == 0:
+        at_step(monkeypatch, step, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+        run("parts", *every)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    metrics = Path("runs/parts/metrics.jsonl")
+    os.truncate(metrics, metrics.stat().st_size - cut)
+    assert equal(whole, run("parts", *every, "resume=auto"))
+
+
+def test_a_run_ends_within_its_time_and_goes_on_later(run):
+    began = time.monotonic()
+    folder = run("long", "steps=100000", "max_time=4s", "schedule.warmup=2", "every.evaluate=100000")
+    assert time.monotonic() - began < 8
+    step = checkpoint.read_about(checkpoint.find(folder, for_training=True))["step"]
+    assert 1 < step < 100000
+    assert rows(run("long", "resume=auto", f"steps={step + 2}", "schedule.warmup=2"))[-1]["step"] == step + 2
+
+
+def test_a_finished_run_can_be_made_longer(run):
+    """As if it had never been shorter but for the learning rates that it has seen."""
+    run("one")
+    folder = run("one", "resume=auto", "steps=12")
+    assert [row["step"] for row in rows(folder)] == [2, 3, 4, 6, 8, 9, 10, 12]
+    assert rows(folder)[-1]["lr"] < rows(folder)[-2]["lr"]
+
+
+def test_a_second_signal_ends_a_process_at_once(tmp_path):
+    code = """
+import os, signal, time
+from training.interruption import Interruption
+with Interruption(None, 0.0) as interrupted:
+    assert interrupted.wanted() == 0
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert interrupted.wanted() == signal.SIGTERM
+    print("heard", flush=True)
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(60)
+"""
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=50)
+    assert (result.stdout, result.returncode) == ("heard\n", -signal.SIGTERM), result.stderr
+
+
+# --- begins with something ---
+
+
+def test_a_run_may_begin_with_the_weights_of_another(run):
+    first = run("first", "stop_after=4", "tokenizer=chars")
+    options = ["tokenizer=chars", f"init_from={first}", "optimizer.lr=1e-9", "schedule.warmup=0", "stop_after=1"]
+    tuned = run("tuned", *options, "model.dropout=0")
+    assert checkpoint.read_about(checkpoint.find(tuned))["step"] == 1
+    for name, weight in final(first)[0].items():
+        torch.testing.assert_close(final(tuned)[0][name], weight, rtol=0, atol=1e-6)
+    assert final(tuned)[1]["optimizer"]["state"][0]["step"] == 1
+    with pytest.raises(ValueError, match="learned with another tokenizer, of 19 tokens, than this run's, of 257"):
+        run("other", f"init_from={first}")
+    with pytest.raises(ValueError, match=r"has model.d_ff"):
+        run("other", *options, "model.d_ff=40")
+    with pytest.raises(ValueError, match="resume or with init_from, got both"):
+        run("other", *options, f"resume={first}")
+    with pytest.raises(ValueError, match="there is no checkpoint at nowhere"):
+        run("other", "init_from=nowhere")
+
+
+def test_the_newest_checkpoints_and_the_best_are_kept(run, monkeypatch):
+    losses = iter([5.0, 1.0, 4.0, 3.0, 2.0, 2.5, 2.2, 2.1])
+    monkeypatch.setattr(train, "evaluate", lambda *_, **__: Evaluation(next(losses), 1, 1))
+    folder = run("kept", "keep=2", "every.checkpoint=1", "every.evaluate=1")
+    assert [path.name[-1] for path in checkpoint.steps(folder)] == ["8", "7", "2"]
+    assert {path.name for path in (folder / "checkpoints").iterdir() if path.is_dir()} == {
+        "step_00000008",
+        "step_00000007",
+        "step_00000002",
+    }
+
+
+def test_a_folder_has_one_run_at_a_time(run):
+    with (
+        checkpoint.taken(Path("runs/one")),
+        pytest.raises(ValueError, match="runs/one is in use by another process"),
+    ):
+        run("one")
+    run("one")
+
+
+def test_a_folder_that_cannot_be_written_is_found_before_the_first_step(run, tmp_path, monkeypatch):
+    at_step(monkeypatch, 1, lambda *_: pytest.fail("a step was made"))
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "file").write_text("")
+    with pytest.raises(ValueError, match="checkpoints cannot be written to .*Not a directory"):
+        run("file/one")
+
+
+@pytest.mark.parametrize("kind", ["an error", "a full disk"])
+def test_a_checkpoint_that_cannot_be_saved_does_not_end_the_run_but_its_exit_code_says_so(
+    run, monkeypatch, kind, capfd
+):
+    every = ["every.checkpoint=2", "every.sample=100"]
+    whole = run("whole", *every)
+    real, calls = checkpoint.save_file, []
+
+    def failing(weights, path):
+        calls.append(path)
+        if len(calls) != 2:
+            return real(weights, path)
+        if kind == "an error":
+            raise OSError("Input/output error")
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+        try:
+            return real(weights, path)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+    monkeypatch.setattr(checkpoint, "save_file", failing)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    with pytest.raises(ValueError, match="1 checkpoints could not be saved"):
+        run("parts", *every)
+    signal.signal(signal.SIGXFSZ, before)
+    assert "step_00000004 could not be saved, training goes on: " in capfd.readouterr().out
+    assert [path.name[-1] for path in checkpoint.steps(Path("runs/parts"))] == ["8", "6", "2"]
+    assert equal(whole, Path("runs/parts"))
+
+
+# --- numbers that go wrong ---
+
+
+def break_gradient(forward, total):
+    next(forward.parameters()).grad.view(-1)[0] = math.nan
+    return total
+
+
+def test_a_loss_that_is_not_finite_ends_the_run_before_the_weights_have_it(run):
+    with pytest.raises(ValueError, match=r"the loss of step 2 is .*: first in the .* of .*; step 1 is saved: try"):
         run("hot", "optimizer.lr=1e30", "optimizer.clip=1e30", "schedule.warmup=0")
-    with pytest.raises(ValueError, match=r"the validation_loss of step 1 is nan"):
-        run("once", "optimizer.lr=1e38", "schedule.warmup=0", "steps=1")
+    (path,) = Path("runs/hot").glob("nonfinite_*.json")
+    found = json.loads(path.read_text())
+    assert found["step"] == 1 and len(found["texts"]) == 4 and found["texts"][0] in Path("words.txt").read_text()
+    assert all(weight.isfinite().all() for weight in final(Path("runs/hot"))[0].values())
+
+
+@pytest.mark.parametrize("step", [1, 4])
+def test_a_batch_whose_numbers_are_not_finite_changes_nothing(run, monkeypatch, step):
+    plain = ["model.dropout=0", "on_nonfinite=skip"]
+    without = run("without", *plain, f"skip_batches=[{step - 1}]")
+    with monkeypatch.context() as patch:
+        at_step(patch, step, break_gradient)
+        skipping = run("skipping", *plain)
+    assert same(final(without)[0], final(skipping)[0]) and same(
+        final(without)[1]["optimizer"], final(skipping)[1]["optimizer"]
+    )
+    assert [row["skipped"] for row in rows(skipping)] == [int(row["step"] >= step) for row in rows(skipping)]
+    assert all(("loss" in row) == (row["step"] != step) for row in rows(skipping))
+    assert same(rows(without), rows(skipping))
+
+
+def test_the_run_stops_at_such_a_batch_and_may_go_on_without_it(run, monkeypatch):
+    plain = ["model.dropout=0"]
+    without = run("without", *plain, "skip_batches=[4]")
+    at_step(monkeypatch, 5, break_gradient, times=2)
+    with pytest.raises(ValueError, match=r"gradient norm nan: it did not happen again .*step 4 is saved"):
+        run("stopping", *plain)
+    resumed = run("stopping", *plain, "resume=auto", "on_nonfinite=skip")
+    assert rows(without) == rows(resumed) and same(final(without)[0], final(resumed)[0])
+
+
+def test_too_many_in_a_row_end_the_run(run, monkeypatch):
+    at_step(monkeypatch, 3, break_gradient, times=3)
+    with pytest.raises(ValueError, match=r"the loss of step 5 .*step 4 is saved"):
+        run("one", "on_nonfinite=skip", "max_skips=2")
+
+
+@pytest.mark.parametrize("step", [5, 7])
+@pytest.mark.parametrize("every", [1, 3, 100])
+def test_after_a_jump_the_run_goes_back_and_ends_as_without_that_batch(run, monkeypatch, step, every):
+    """With dropout; from a checkpoint before, or from the beginning."""
+    options = ["spike_window=3", "spike_sigmas=50", f"every.checkpoint={every}"]
+    without = run("without", *options, f"skip_batches=[{step - 1}]")
+    at_step(monkeypatch, step, lambda _, total: total * 10)
+    back = run("back", *options, "on_spike=rollback")
+    assert same(final(without)[0], final(back)[0])
+    assert [row["step"] for row in rows(back)] == [row["step"] for row in rows(without)]
+    assert final(back)[1]["guard"]["skip"] == [step - 1]
+
+
+def test_jumps_are_counted(run, monkeypatch):
+    at_step(monkeypatch, 5, lambda _, total: total * 10)
+    assert [row["spikes"] for row in rows(run("one", "spike_window=3", "spike_sigmas=50"))] == [0, 0, 0, 1, 1]
 
 
 def test_tracking_mirrors_the_run(run, monkeypatch):

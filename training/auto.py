@@ -3,16 +3,27 @@
 A run saves its choices and a resumed run keeps them.
 """
 
+import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
+from torch import Tensor, nn
+
+from training import distributed
 
 COMPILE_FLOPS_CPU = 4e12  # two minutes or so on two cores; compiling costs about one
 COMPILE_FLOPS_GPU = 1e16  # a minute or so
 
 
-def choose_device(device: str) -> torch.device:
-    """auto: a CUDA GPU where torch sees one, else the CPU."""
+def choose_device(device: str, deterministic: bool = False) -> torch.device:
+    """auto: a CUDA GPU where torch sees one, else the CPU. `deterministic`: kernels that repeat bit for bit.
+
+    Without it they do so on a CPU only, where it costs nothing and compiled code needs it.
+    """
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     try:
         chosen = torch.device(device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu")
         torch.empty(1, device=chosen)
@@ -20,8 +31,7 @@ def choose_device(device: str) -> torch.device:
         raise ValueError(f"device {device} cannot be used here: {str(error).splitlines()[0]}") from error
     if chosen.type == "cuda":  # fp32 products by tensor cores
         torch.set_float32_matmul_precision("high")
-    else:  # compiled code repeats bit for bit only so; it costs nothing there
-        torch.use_deterministic_algorithms(True)
+    torch.use_deterministic_algorithms(deterministic or chosen.type == "cpu")
     return chosen
 
 
@@ -89,6 +99,53 @@ def _micro_batch(device: torch.device, rows: int, seq_len: int, vocab_size: int)
     """The most rows that divide the batch and keep the logits of a forward, in fp32, within a bound."""
     bound = 2**32 if device.type == "cuda" else 2**28  # bytes
     return max(n for n in range(1, rows + 1) if rows % n == 0 and (n == 1 or 4 * n * seq_len * vocab_size <= bound))
+
+
+def largest_that_fits(model: nn.Module, batch: dict[str, Tensor], autocast: torch.autocast) -> int:
+    """The most rows, of those that divide the batch's, with which a forward and backward do not run out of GPU memory.
+
+    Tried out, beside room for what AdamW will remember. Leaves no gradient, and draws no random number. ValueError if
+    not even one row fits.
+    """
+    rows = len(batch["tokens"])
+    n_bytes = 8 * sum(p.numel() for p in model.parameters())
+    for n in (n for n in range(rows, 0, -1) if rows % n == 0):
+        try:
+            with torch.random.fork_rng([batch["tokens"].device] if batch["tokens"].is_cuda else []):
+                room = torch.empty(n_bytes, dtype=torch.int8, device=batch["tokens"].device)
+                with autocast:
+                    loss, _ = model(**{name: some[:n] for name, some in batch.items()})
+                loss.backward()
+                del room
+            fits = n
+            break
+        except torch.OutOfMemoryError:
+            fits = 0
+        finally:
+            loss = room = None  # noqa: F841  their memory
+            model.zero_grad(set_to_none=True)
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+    fits = int(min(distributed.gather(fits)[0]))
+    if fits == 0:
+        raise ValueError(
+            "not even micro_batch=1 fits the GPU's memory: take a smaller model or seq_len, or parallel=fsdp"
+        )
+    return fits
+
+
+@contextmanager
+def explaining_memory(model: nn.Module, batch: dict[str, Tensor], micro_batch: int, autocast) -> Iterator[None]:
+    """Around a step: a ValueError that names the micro_batch that would fit, where this one does not."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        model.zero_grad(set_to_none=True)
+        hint = "a smaller micro_batch, or parallel=fsdp, would need less"
+        if distributed.size() == 1 and micro_batch > 1:
+            some = {name: rows[: micro_batch // 2] for name, rows in batch.items()}
+            hint = f"micro_batch={largest_that_fits(model, some, autocast)} would fit"
+        raise ValueError(f"the GPU's memory is not enough for micro_batch {micro_batch}: {hint}") from error
 
 
 def autocast(device: torch.device, precision: str) -> torch.autocast:

@@ -13,63 +13,186 @@ sampling, training.pt may be missing.
 
 import hashlib
 import json
+import math
 import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from filelock import FileLock, Timeout
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from model.gpt import GPT
+from training.distributed import whole
 
 FORMAT = 1
 
 
 def save(
     folder: Path,
-    model: GPT,
+    weights: dict[str, Tensor],
     save_tokenizer: Callable[[Path], None],
     about: dict,
     training: dict | None = None,
 ):
     """Writes the step folder. `about` goes into model.json, `training` (plain types and tensors) into training.pt.
 
-    Without `training`, as for a model that came from elsewhere, there is no training.pt and nothing to resume.
+    `weights` and about["arguments"] are those of a model, see `snapshot`. Without `training`, as for a model that came
+    from elsewhere, there is no training.pt and nothing to resume.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     beside = folder.parent / f".{folder.name}.{secrets.token_hex(4)}"
     replaced = beside.with_name(f"{beside.name}.old")
     beside.mkdir()
     try:
-        _save_weights(beside / "model.safetensors", model)
-        _write_json(beside / "model.json", {"format": FORMAT, "arguments": model.arguments, **about})
+        save_file(weights, beside / "model.safetensors")
+        _write_json(beside / "model.json", {"format": FORMAT, **about})
         save_tokenizer(beside / "tokenizer")
         if training is not None:
             torch.save(training, beside / "training.pt")
         files = sorted(path for path in beside.rglob("*") if path.is_file())
+        for path in files:
+            flush(path)
         _write_json(
             beside / "manifest.json",
             {"format": FORMAT, "files": {path.relative_to(beside).as_posix(): _facts(path) for path in files}},
         )
-        for path in [*files, beside / "manifest.json", *(p for p in beside.rglob("*") if p.is_dir()), beside]:
-            _flush(path)
+        for path in [beside / "manifest.json", *(p for p in beside.rglob("*") if p.is_dir()), beside]:
+            flush(path)
         if folder.exists():  # the same step again, from a run resumed before it
-            os.rename(folder, replaced)
-        os.rename(beside, folder)
-        _flush(folder.parent)
+            rename(folder, replaced)
+        rename(beside, folder)
+        flush(folder.parent)
         shutil.rmtree(replaced, ignore_errors=True)
     finally:
         shutil.rmtree(beside, ignore_errors=True)  # only there if something failed
 
 
-def _save_weights(path: Path, model: GPT):
+def snapshot(model: GPT) -> tuple[dict[str, Tensor], dict]:
+    """(weights, {"arguments": ...}) of a model as they are now, on the CPU and whole, for `save`; a tied head once."""
     weights = model.state_dict()
     if model.arguments["tied"]:
         del weights["head.weight"]
-    save_file({name: tensor.contiguous() for name, tensor in weights.items()}, path)
+    return {name: whole(tensor).contiguous() for name, tensor in weights.items()}, {"arguments": model.arguments}
+
+
+# Every moment at which the disk changes its mind passes through these two, so that tests can kill a process there.
+
+
+def flush(path: Path):
+    """Waits until the disk has a file, or the names in a folder."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def rename(before: Path, after: Path):
+    os.rename(before, after)
+
+
+class Saver:
+    """Saves a run's checkpoints in a thread, while training goes on; one at a time, none lost at the end.
+
+    A save that fails is reported by `warn` and counted in `failed`; training goes on. After each that succeeds, older
+    ones are removed but for the newest `keep` (None: all) and the one with the lowest validation loss.
+    """
+
+    def __init__(self, run: Path, keep: int | None, warn: Callable[[str], None]):
+        self.run, self.keep, self.warn = run, keep, warn
+        self.failed = 0
+        self.pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self.writing: Future | None = None
+        self.folder: Path | None = None
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.wait()
+        self.pool.shutdown()
+
+    def save(self, step: int, *content):
+        """`content`: what `save` takes behind the folder; it must not change any more. Waits for the save before."""
+        self.wait()
+        self.folder = step_folder(self.run, step)
+        self.writing = self.pool.submit(save, self.folder, *content)
+
+    def wait(self):
+        """Until the last save is on the disk, or has failed."""
+        if self.writing is None:
+            return
+        try:
+            self.writing.result()
+            prune(self.run, self.keep)
+        except Exception as error:  # a full disk comes as OSError, RuntimeError or SafetensorError
+            self.failed += 1
+            self.warn(f"the checkpoint {self.folder} could not be saved, training goes on: {error}")
+        self.writing = None
+
+
+def prune(run: Path, keep: int | None):
+    """Removes all but the newest `keep` checkpoints and the best; nothing if the newest is not valid."""
+    folders = steps(run)
+    if keep is None or len(folders) <= keep:
+        return
+    check(folders[0])
+    losses = {folder: _validation_loss(folder) for folder in folders}
+    best = min(folders, key=losses.get) if min(losses.values()) < math.inf else None
+    for folder in folders[keep:]:
+        if folder != best:
+            (folder / "manifest.json").unlink(missing_ok=True)  # first: what is half removed is no checkpoint
+            flush(folder)
+            going = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}")
+            rename(folder, going)
+            shutil.rmtree(going)
+
+
+def _validation_loss(folder: Path) -> float:
+    try:
+        check(folder, for_training=False)
+        return read_about(folder).get("validation_loss", math.inf)
+    except ValueError:
+        return math.inf
+
+
+@contextmanager
+def taken(run: Path, first: bool = True) -> Iterator[None]:
+    """A run's folder for this process alone; removes what killed saves left there. Of several ranks the first takes it.
+
+    ValueError where another process has it, or nothing can be written.
+    """
+    if not first:
+        yield
+        return
+    folder = run / "checkpoints"
+    lock = FileLock(folder / ".lock")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock.acquire(timeout=0)
+        for left in folder.glob(".step_*"):
+            shutil.rmtree(left)
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=".trial") as file:
+            file.write(b"a trial")
+            file.flush()
+            os.fsync(file.fileno())
+    except Timeout:
+        raise ValueError(f"{run} is in use by another process: wait for it, or take another folder") from None
+    except OSError as error:
+        lock.release()
+        raise ValueError(f"checkpoints cannot be written to {folder}: {error}") from error
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def _write_json(path: Path, content: dict):
@@ -79,14 +202,6 @@ def _write_json(path: Path, content: dict):
 def _facts(path: Path) -> dict:
     with path.open("rb") as file:
         return {"size": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
-
-
-def _flush(path: Path):
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 # --- reading --------------------------------------------------------------------------------------------------------
@@ -111,6 +226,10 @@ def check(folder: Path, for_training: bool = True):
             raise ValueError(f"{path} is missing")
         if (facts := _facts(path)) != files[name]:
             raise ValueError(f"{path} is damaged: it is {facts}, the manifest has {files[name]}")
+
+
+def step_folder(run: Path, step: int) -> Path:
+    return run / "checkpoints" / f"step_{step:08}"
 
 
 def steps(run: Path) -> list[Path]:
@@ -146,13 +265,18 @@ def read_about(folder: Path) -> dict:
     return json.loads((folder / "model.json").read_text(encoding="utf-8"))
 
 
+def read_weights(folder: Path) -> dict[str, Tensor]:
+    """Under the names that the model's parameters have; a tied head has the embedding's."""
+    weights = load_file(folder / "model.safetensors")
+    if read_about(folder)["arguments"]["tied"]:
+        weights["head.weight"] = weights["embedding.weight"]
+    return weights
+
+
 def load_weights(folder: Path, model: GPT):
     """Into a model of the same shape."""
-    weights = load_file(folder / "model.safetensors")
-    if model.arguments["tied"]:
-        weights["head.weight"] = weights["embedding.weight"]
     try:
-        model.load_state_dict(weights)
+        model.load_state_dict(read_weights(folder))
     except RuntimeError as error:
         raise ValueError(f"{folder} holds another model: {' '.join(str(error).split())}") from error
 
@@ -178,11 +302,21 @@ def check_same_model(folder: Path, model: GPT):
             raise ValueError(f"{folder} has model.{name} {saved[name]}, this run {value}: they must be the same")
 
 
+def check_same_tokenizer(folder: Path, tokenizer):
+    """ValueError unless the checkpoint's gives the same ids."""
+    about = read_about(folder)
+    if about["tokenizer_hash"] != tokenizer.fingerprint():
+        raise ValueError(
+            f"{folder} has learned with another tokenizer, of {about['arguments']['vocab_size']} tokens, than this "
+            f"run's, of {tokenizer.vocab_size}: take tokenizer=saved tokenizer.path={folder / 'tokenizer'}"
+        )
+
+
 def set_aside(run: Path, step: int):
-    """Hides what a run saved after `step`, where it goes on from there."""
+    """Renames what a run saved after `step`, where it goes on from there: damaged, or passed over."""
     for folder in steps(run):
         if int(folder.name.removeprefix("step_")) > step:
-            folder.rename(folder.with_name(f".{folder.name}.{secrets.token_hex(4)}.old"))
+            folder.rename(folder.with_name(f"aside_{folder.name}_{secrets.token_hex(3)}"))
 
 
 def load_training(folder: Path) -> dict:
@@ -191,11 +325,11 @@ def load_training(folder: Path) -> dict:
 
 
 def rng_state() -> dict:
-    """Every random state that training draws from."""
-    return {"cpu": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []}
+    """Every random state that training draws from, of this rank."""
+    return {"cpu": torch.get_rng_state(), "cuda": [torch.cuda.get_rng_state()] if torch.cuda.is_available() else []}
 
 
 def set_rng_state(state: dict):
     torch.set_rng_state(state["cpu"])
-    if len(state["cuda"]) == torch.cuda.device_count() > 0:
-        torch.cuda.set_rng_state_all(state["cuda"])
+    if state["cuda"] and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"][0])

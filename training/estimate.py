@@ -269,9 +269,15 @@ def report(settings: dict, vocab_size: int, vocabulary: str) -> str:
     )
     plan = {name: s[name] for name in ("seq_len", "parallel", "activation_checkpointing")}
     plan |= {"precision": precision, "attention": choices["attention"], "documents": s["packing"] == "documents"}
-    moments = memory(model, rows=rows // world, micro_batch=choices["micro_batch"], world=world, gpu=gpu, **plan)
-    room = spec["memory"] - (RESERVED if gpu else 0)
-    fit = None
+    room, micro_batch = spec["memory"] - (RESERVED if gpu else 0), choices["micro_batch"]
+
+    def moments_with(micro_batch: int) -> dict[str, dict[str, int]]:
+        return memory(model, rows=rows // world, micro_batch=micro_batch, world=world, gpu=gpu, **plan)
+
+    if gpu and s["micro_batch"] == "auto":  # as training finds it there, by trial
+        sizes = (n for n in range(micro_batch, 0, -1) if micro_batch % n == 0)
+        micro_batch = next((n for n in sizes if at_peak(moments_with(n))[1] <= room), 1)
+    moments, fit = moments_with(micro_batch), None
     if at_peak(moments)[1] > room:
         fit = what_fits(model, room, rows=rows, world=world, gpu=gpu, **plan)
 
@@ -279,7 +285,7 @@ def report(settings: dict, vocab_size: int, vocabulary: str) -> str:
     computed = flops_per_token(model, seq_len, again=s["activation_checkpointing"]) * s["batch_tokens"] * steps
     seconds = computed / (speed * s["mfu"] * world)
 
-    pieces = f"{rows // world // choices['micro_batch']:,} x {choices['micro_batch']:,}"
+    pieces = f"{rows // world // micro_batch:,} x {micro_batch:,}"
     more = "activation checkpointing computes a third more" if s["activation_checkpointing"] else ""
     how = f"{precision}, {choices['attention']} attention, eager" + (f", {s['parallel']}" if world > 1 else "")
     devices = f"{world:,} x {spec['name']}" if world > 1 else spec["name"]

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from model.functional import IGNORE
 from model.gpt import GPT
+from training import distributed
 
 
 @dataclass
@@ -65,7 +66,7 @@ def evaluate(
     """Scores a text of n_tokens tokens, of which read(start, length) gives a part.
 
     token_lengths (vocab,): bytes of text in each token. `limit`: about so many tokens, in evenly spread windows; None:
-    all. The model is put in evaluation mode meanwhile; no random number is drawn.
+    all. The model is put in evaluation mode meanwhile; no random number is drawn. Each rank scores its share.
     """
     device = next(model.parameters()).device
     if n_tokens < 2:
@@ -74,10 +75,13 @@ def evaluate(
     if limit is not None and limit < n_tokens:
         keep = max(1, limit // seq_len)
         plan = [plan[i * len(plan) // keep] for i in range(min(keep, len(plan)))]
+    share = plan[distributed.rank() :: distributed.size()]
+    start, length, _ = plan[-1]  # ranks must call the model equally often: filled up by windows that score nothing
+    share += [(start, length, 0)] * (-(-len(plan) // distributed.size()) - len(share))
     was_training = model.training
     model.eval()
     nats, tokens, size = torch.zeros((), dtype=torch.float64), 0, 0
-    for some in progress([plan[i : i + batch] for i in range(0, len(plan), batch)]):
+    for some in progress([share[i : i + batch] for i in range(0, len(share), batch)]):
         inputs, targets = _rows(read, some, seq_len)
         size += int(token_lengths[targets[targets != IGNORE]].sum())
         with autocast or torch.autocast(device.type, enabled=False):
@@ -85,7 +89,8 @@ def evaluate(
         nats += loss.cpu().double()
         tokens += int(count)
     model.train(was_training)
-    return Evaluation(nats.item(), tokens, size)
+    nats, tokens, size = map(sum, distributed.gather(nats.item(), tokens, size))
+    return Evaluation(nats, int(tokens), int(size))
 
 
 def _rows(read: Callable, some: list[tuple[int, int, int]], seq_len: int) -> tuple[np.ndarray, np.ndarray]:

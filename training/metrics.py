@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import sys
 import time
 from pathlib import Path
@@ -14,10 +15,13 @@ class MetricsLog:
     """metrics.jsonl: one row a logged step, flushed at once.
 
     A row is {"step": steps done, values that a rerun repeats exactly, "clock": {values that it does not}}. Opening it
-    at a step (a run resumed) removes what a lost continuation wrote after that step.
+    at a step (a run resumed) removes what a lost continuation wrote after that step. A path of None keeps nothing.
     """
 
-    def __init__(self, path: Path, step: int):
+    def __init__(self, path: Path | None, step: int):
+        if path is None:
+            self.file = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+            return
         kept = []
         if path.exists():
             for line in path.read_text(encoding="utf-8").splitlines():
@@ -35,15 +39,10 @@ class MetricsLog:
         self.file.write(json.dumps(row) + "\n")
         self.file.flush()
 
-
-def check_finite(row: dict, fp16: bool, lr: float, run: Path):
-    """ValueError where a number is none; in fp16 the scaler skips steps whose gradient overflowed."""
-    for name in ("loss", "validation_loss") if fp16 else ("loss", "grad_norm", "validation_loss"):
-        if not math.isfinite(row.get(name, 0.0)):
-            raise ValueError(
-                f"the {name} of step {row['step']} is {row[name]}: try a lower optimizer.lr than {lr}; "
-                f"checkpoints from before are in {run}/checkpoints"
-            )
+    def sync(self):
+        """Waits until the disk has it, so that no checkpoint is ahead of its rows."""
+        if self.file.name != os.devnull:
+            os.fsync(self.file.fileno())
 
 
 class Stopwatch:
@@ -88,13 +87,14 @@ class Screen:
     def report(self, step: int, row: dict, seconds_left: float, keep: bool):
         """Where the run stands; `keep`: leave the line on the terminal too."""
         width, left, speed = len(str(self.steps)), duration(seconds_left), row["clock"]["tokens_per_second"]
-        line = f"step {step:>{width}}/{self.steps}  left {left}  loss {row['loss']:.4f}"
+        loss, norm = row.get("loss", math.nan), row.get("grad_norm", math.nan)  # none of a step passed over
+        line = f"step {step:>{width}}/{self.steps}  left {left}  loss {loss:.4f}"
         if "validation_loss" in row:
             line += f"  validation {row['validation_loss']:.4f} ({row['bits_per_byte']:.3f} bits per byte)"
             self.validation = f"  val {row['validation_loss']:.3f}"
-        line += f"  rate {row['lr']:.2e}  norm {row['grad_norm']:.2f}  {speed:,.0f} tokens/s"
-        short = f"{step}/{self.steps}  left {left}  loss {row['loss']:.3f}{self.validation}"  # 80 columns
-        short += f"  lr {row['lr']:.1e}  norm {row['grad_norm']:.2f}  {speed:,.0f} tok/s"
+        line += f"  rate {row['lr']:.2e}  norm {norm:.2f}  {speed:,.0f} tokens/s"
+        short = f"{step}/{self.steps}  left {left}  loss {loss:.3f}{self.validation}"  # 80 columns
+        short += f"  lr {row['lr']:.1e}  norm {norm:.2f}  {speed:,.0f} tok/s"
         self.progress.update(self.task, description=short)
         if keep or not self.live:
             self.say(line)

@@ -1,45 +1,60 @@
-"""One step of training, as a function."""
+"""One step of training, as two functions: gradients, and what is done with them."""
 
-from collections.abc import Callable
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-from model.functional import IGNORE
+from training.distributed import size, synchronised
 
 
-def train_step(
-    forward: Callable,
-    optimizer: torch.optim.Optimizer,
+def micro_batches(batch: dict[str, Tensor], rows: int) -> Iterator[dict[str, Tensor]]:
+    """A batch, `rows` rows at a time."""
+    for pieces in zip(*(tensor.split(rows) for tensor in batch.values()), strict=True):
+        yield dict(zip(batch, pieces, strict=True))
+
+
+def compute_gradients(
+    forward: nn.Module,
     scaler: torch.amp.GradScaler,
     batch: dict[str, Tensor],
     *,
     micro_batch: int,
-    lr: float,
-    clip: float,
+    count: float,
     autocast: torch.autocast,
-) -> tuple[Tensor, Tensor]:
-    """Forward, backward and update over a whole batch, micro_batch rows at a time.
+) -> Tensor:
+    """Forward and backward over this rank's rows of a batch, micro_batch rows at a time -> their summed loss in nats.
 
-    `forward` is the model, compiled or not; `batch` holds what it is told, each (rows, s): tokens, targets, and what
-    else there is. Each piece's summed loss is divided by the number of targets of the whole batch, counted beforehand,
-    so that the gradient is that of the batch's mean whatever the cut. Returns the mean loss in nats and the norm of the
-    gradient before clipping, as tensors: whoever prints them pays for waiting.
+    `forward` is the model, compiled or not, on one rank or several; `batch` holds what it is told, each (rows, s):
+    tokens, targets, and what else there is. Each piece's summed loss is divided by `count`, the number of targets of
+    the whole batch on all ranks, so that the gradient is that of the batch's mean, whatever the cut. (Ranks average
+    their gradients, hence their number.)
     """
-    count = (batch["targets"] != IGNORE).sum()
-    total = torch.zeros((), device=count.device)
-    for pieces in zip(*(rows.split(micro_batch) for rows in batch.values()), strict=True):
-        with autocast:
-            loss, _ = forward(**dict(zip(batch, pieces, strict=True)))
-        scaler.scale(loss / count).backward()
+    total = torch.zeros((), device=batch["targets"].device)
+    pieces = list(micro_batches(batch, micro_batch))
+    for i, piece in enumerate(pieces):
+        with synchronised(forward, last=i == len(pieces) - 1):
+            with autocast:
+                loss, _ = forward(**piece)
+            scaler.scale(loss / (count / size())).backward()
         total += loss.detach()
+    return total
 
+
+def gradient_norm(optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler) -> Tensor:
+    """Of all gradients, unscaled first."""
+    scaler.unscale_(optimizer)
+    gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    norm = nn.utils.get_total_norm(gradients)
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+
+def update(optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler, *, lr: float, norm: Tensor, clip: float):
+    """Changes the weights by gradients that are scaled down to the norm `clip` where theirs is larger."""
     for group in optimizer.param_groups:
         group["lr"] = lr
-    scaler.unscale_(optimizer)
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    norm = nn.utils.clip_grad_norm_(parameters, clip)
+        nn.utils.clip_grads_with_norm_(group["params"], clip, norm)
     scaler.step(optimizer)
     scaler.update()
     optimizer.zero_grad(set_to_none=True)
-    return total / count, norm

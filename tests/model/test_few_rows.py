@@ -1,4 +1,5 @@
 import os
+import shlex
 import shutil
 
 import pytest
@@ -11,7 +12,7 @@ from model.attention import fused_attention
 from model.few_rows import FEW_ROWS, PackedLinear, attention_of_one, for_few_rows, load_kernels
 
 needs_compiler = pytest.mark.skipif(
-    shutil.which(os.environ.get("CXX", "c++")) is None, reason="the kernels need a C++ compiler"
+    shutil.which(shlex.split(os.environ.get("CXX") or "c++")[0]) is None, reason="the kernels need a C++ compiler"
 )
 SHAPES = [(64, 64), (32, 96), (96, 64), (96, 33), (32, 1), (48, 200), (17, 5), (1, 130)]
 
@@ -26,8 +27,11 @@ def test_the_kernel_multiplies_whatever_the_shape_and_each_row_as_if_alone(shape
     weight = packed.weight if not int8 else packed.weight * packed.scale[: shape[1], None]
     if not int8:
         assert torch.equal(weight, linear.weight)
+    assert packed.panels.shape[0] % 4 == 0  # four are read at once
+    assert packed(torch.zeros(0, shape[0])).shape == (0, shape[1])
     x = torch.randn(FEW_ROWS + 1, shape[0])
-    for rows in (*range(1, 14), FEW_ROWS, FEW_ROWS + 1):
+    assert torch.equal(packed(x[0]), packed(x[:1])[0])
+    for rows in (*range(1, 14), 64, FEW_ROWS + 1):
         y = packed(x[None, :rows])
         assert y.shape == (1, rows, shape[1])
         torch.testing.assert_close(y[0], torch_linear(x[:rows], weight), rtol=1e-5, atol=1e-5)
@@ -76,16 +80,29 @@ def test_attention_of_one_query_is_that_of_the_paper_and_reads_no_hidden_key(d, 
     """Keys and values are slices of longer tensors, as a cache has them; what is hidden is NaN. A blind row gives 0."""
     load_kernels()
     q, mask = torch.randn(3, 6, 1, d) * 3, torch.rand(3, 1, 1, 50) < 0.6
-    k, v = torch.randn(3, groups, 64, d)[:, :, :50], torch.randn(3, groups, 64, d)[:, :, :50]
+    k, v = torch.randn(3, groups, 64, d)[:, :, :50], torch.randn(3, groups, 96, d)[:, :, :50]
     mask[2] = False
     hidden = ~mask[:, :, 0, :, None]
-    y, _ = attention_of_one(
-        q, k.masked_fill(hidden, torch.nan), v.masked_fill(hidden, torch.nan), mask, None, None, 0.0
-    )
     wide = [x.repeat_interleave(6 // groups, dim=1) for x in (k, v)]
-    expected, _ = functional.scaled_dot_product_attention(q, *wide, mask)
-    torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-5)
-    assert (y[2] == 0).all()
+    for large in (1, 100):  # scores beyond what exp can hold
+        expected, _ = functional.scaled_dot_product_attention(large * q, *wide, mask)
+        for one in (k.masked_fill(hidden, torch.nan), torch.where(hidden, 1e4 * q[:, :1], k)):
+            y, _ = attention_of_one(large * q, one, v.masked_fill(hidden, torch.nan), mask, None, None, 0.0)
+            torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-4)
+            assert (y[2] == 0).all()
+    for shape in ((3, 6, 1, 50), (1, 6, 1, 50), (3, 1, 1, 1)):
+        mask = torch.rand(shape) < 0.6
+        expected, _ = functional.scaled_dot_product_attention(q, *wide, mask)
+        torch.testing.assert_close(attention_of_one(q, k, v, mask, None, None, 0.0)[0], expected, rtol=1e-4, atol=1e-5)
+    with pytest.raises(RuntimeError, match="side by side"):
+        torch.ops.inkling.attend(torch.randn(3, 6, 1, 2 * d)[..., ::2], *wide, mask.expand(3, 6, 1, 50))
+
+
+@needs_compiler
+def test_what_does_not_fit_is_refused():
+    load_kernels()
+    with pytest.raises(RuntimeError, match="do not fit"):
+        PackedLinear(nn.Linear(64, 64, bias=False))(torch.randn(2, 50))
 
 
 CASES = [
@@ -109,6 +126,8 @@ def test_a_model_for_few_rows_writes_what_the_model_writes(small, arguments):
     packed = for_few_rows(model)
     assert packed is model
     assert not [module for module in model.modules() if isinstance(module, nn.Linear)]
+    by_kernel = "soft_cap" not in arguments
+    assert all((block.attention.attend is attention_of_one) == by_kernel for block in model.blocks)
     assert torch.equal(model.embedding.weight, state["embedding.weight"])
     torch.testing.assert_close(model(tokens), whole, rtol=1e-5, atol=1e-5)
     cache = model.new_cache()
@@ -117,6 +136,16 @@ def test_a_model_for_few_rows_writes_what_the_model_writes(small, arguments):
     assert [column.tolist() for column in generate(model, rows, 60, overflow="slide")] == text
     if longer is not None:
         torch.testing.assert_close(model.extended(70)(tokens), longer, rtol=1e-5, atol=1e-5)
+
+
+@needs_compiler
+@pytest.mark.parametrize("int8", [False, True])
+def test_a_packed_model_in_bfloat16_stays_near_itself(small, int8):
+    model, tokens = for_few_rows(small(d_model=64, d_ff=96).float(), int8), torch.randint(17, (2, 8))
+    expected = model(tokens)
+    model, cache = model.bfloat16(), model.new_cache()
+    pieces = [model(piece, cache=cache).float() for piece in tokens.split([5, 1, 1, 1], dim=1)]
+    assert (torch.cat(pieces, dim=1) - expected).abs().mean() < 0.1 * expected.abs().mean()
 
 
 @needs_compiler

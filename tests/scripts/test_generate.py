@@ -322,7 +322,9 @@ def test_ctrl_c_ends_what_is_being_written_and_keeps_it(writer, cfg, model, monk
 
 @pytest.fixture
 def folder(model, tmp_path):
-    checkpoint.save(tmp_path / "step", model, ByteTokenizer().save, {"step": 1, "seq_len": 64, "precision": "fp32"})
+    weights, about = checkpoint.snapshot(model)
+    about |= {"step": 1, "seq_len": 64, "precision": "fp32"}
+    checkpoint.save(tmp_path / "step", weights, ByteTokenizer().save, about)
     return tmp_path / "step"
 
 

@@ -1,6 +1,9 @@
 import json
 import os
 import pickle
+import shutil
+import signal
+import threading
 
 import pytest
 import torch
@@ -9,20 +12,24 @@ from data.tokenizer import ByteTokenizer, load_tokenizer
 from training import checkpoint
 
 
+def save(folder, model, step, training=None, **about):
+    weights, arguments = checkpoint.snapshot(model)
+    about = {"step": step, "seq_len": 8, **arguments, **about}
+    checkpoint.save(folder, weights, ByteTokenizer().save, about, training or {})
+
+
 @pytest.fixture
 def saved(small, tmp_path):
     """A run folder with the checkpoints of two steps, and the model of the second."""
 
-    def save(step, model):
+    def save_step(step, model):
         folder = tmp_path / "run" / "checkpoints" / f"step_{step:08}"
-        checkpoint.save(
-            folder, model, ByteTokenizer().save, {"step": step, "seq_len": 8}, {"optimizer": {"step": step}}
-        )
+        save(folder, model, step, {"optimizer": {"step": step}})
         return folder
 
     model = small(257, tied=True).float()
-    save(10, small(257, tied=True).float())
-    return save(20, model).parent.parent, model
+    save_step(10, small(257, tied=True).float())
+    return save_step(20, model).parent.parent, model
 
 
 def test_what_was_saved_comes_back(saved):
@@ -110,7 +117,7 @@ def test_when_all_are_damaged_it_says_so(saved):
         checkpoint.load_model(run)
 
 
-@pytest.mark.parametrize("moment", ["_flush", "_write_json", "_save_weights"])
+@pytest.mark.parametrize("moment", ["flush", "rename", "_write_json", "save_file"])
 def test_a_save_that_fails_leaves_nothing_behind(saved, small, monkeypatch, moment):
     run, _ = saved
     before = sorted(run.rglob("*"))
@@ -120,14 +127,14 @@ def test_a_save_that_fails_leaves_nothing_behind(saved, small, monkeypatch, mome
 
     monkeypatch.setattr(checkpoint, moment, fail)
     with pytest.raises(OSError, match="disk full"):
-        checkpoint.save(run / "checkpoints" / "step_00000030", small(), ByteTokenizer().save, {"step": 30}, {})
+        save(run / "checkpoints" / "step_00000030", small(), 30)
     assert sorted(run.rglob("*")) == before
 
 
 def test_the_same_step_may_be_saved_again(saved, small):
     run, _ = saved
     before, other = sorted(run.rglob("*")), small(257, tied=True).float()
-    checkpoint.save(run / "checkpoints" / "step_00000020", other, ByteTokenizer().save, {"step": 20}, {})
+    save(run / "checkpoints" / "step_00000020", other, 20)
     assert sorted(run.rglob("*")) == before
     tokens = torch.randint(257, (1, 9))
     assert torch.equal(checkpoint.load_model(run)(tokens), other(tokens))
@@ -162,3 +169,92 @@ def test_a_pickle_that_runs_code_is_refused_and_not_run(saved, tmp_path):
     with pytest.raises(pickle.UnpicklingError):
         checkpoint.load_training(folder)
     assert not (tmp_path / "evil").exists()
+
+
+# --- a process that dies while it saves ---
+
+
+def dying(monkeypatch, point: int):
+    """Every flush and rename becomes two points, before it and after it; at the `point`-th the process is killed."""
+    passed = []
+
+    def pass_point():
+        passed.append(1)
+        if len(passed) == point:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    for name in ("flush", "rename"):
+        real = getattr(checkpoint, name)
+
+        def wrapped(*arguments, real=real):
+            pass_point()
+            real(*arguments)
+            pass_point()
+
+        monkeypatch.setattr(checkpoint, name, wrapped)
+    return passed
+
+
+@pytest.mark.parametrize("what", ["a new step", "the same step", "pruning"])
+def test_a_kill_at_any_moment_of_a_save_leaves_a_valid_checkpoint(small, tmp_path, monkeypatch, what):
+    """And the next process cleans up what is left, and saves as if nothing had been."""
+    models = [small(257).float() for _ in range(3)]
+    run, point = tmp_path / "run", 0
+    while True:
+        point += 1
+        shutil.rmtree(run, ignore_errors=True)
+        for step in (1, 2):
+            save(checkpoint.step_folder(run, step), models[step - 1], step, validation_loss=float(step))
+        if (child := os.fork()) == 0:
+            with monkeypatch.context() as patch:
+                dying(patch, point)
+                new = 2 if what == "the same step" else 3
+                save(checkpoint.step_folder(run, new), models[2], new, validation_loss=3.0)
+                if what == "pruning":
+                    checkpoint.prune(run, keep=1)
+            os._exit(0)
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        assert code in (0, -signal.SIGKILL)
+        said = []
+        found = checkpoint.find(run, for_training=True, warn=said.append)
+        assert said == []
+        weights = checkpoint.load_file(found / "model.safetensors")
+        expected = [checkpoint.snapshot(model)[0] for model in models]
+        assert any(all(torch.equal(weights[n], one[n]) for n in weights) for one in expected)
+        with checkpoint.taken(run):
+            save(checkpoint.step_folder(run, 4), models[0], 4)
+            checkpoint.prune(run, keep=1)
+        assert checkpoint.find(run).name == "step_00000004"
+        left = {path.name for path in (run / "checkpoints").iterdir()} - {".lock"}
+        assert left == {"step_00000004", "step_00000001"}  # the newest and the best
+        if code == 0:
+            break
+    assert point > {"a new step": 15, "the same step": 17, "pruning": 18}[what]
+    print(f"{what}: survived {point - 1} points")
+
+
+def test_the_last_valid_checkpoint_is_never_pruned(saved):
+    run, _ = saved
+    flip(run / "checkpoints" / "step_00000020" / "model.safetensors")
+    with pytest.raises(ValueError, match="damaged"):
+        checkpoint.prune(run, keep=1)
+    assert checkpoint.find(run, warn=lambda text: None).name == "step_00000010"
+
+
+def test_saving_goes_on_while_training_does(small, tmp_path, monkeypatch):
+    """The second save waits for the first, and the end for both; what is saved is what was there when it was asked."""
+    gate, model, said = threading.Event(), small(257).float(), []
+    real = checkpoint.save_file
+    monkeypatch.setattr(checkpoint, "save_file", lambda *arguments: (gate.wait(), real(*arguments)))
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    with checkpoint.Saver(tmp_path / "run", None, said.append) as saver:
+        weights, arguments = checkpoint.snapshot(model)
+        saver.save(1, weights, ByteTokenizer().save, {"step": 1, **arguments}, {})
+        torch.nn.init.zeros_(model.head.weight)
+        assert checkpoint.steps(tmp_path / "run") == []
+        gate.set()
+        saver.save(2, weights, ByteTokenizer().save, {"step": 2, **arguments}, {})
+        assert [path.name for path in checkpoint.steps(tmp_path / "run")][-1] == "step_00000001"
+    assert len(checkpoint.steps(tmp_path / "run")) == 2 and said == []
+    again = checkpoint.load_model(tmp_path / "run").state_dict()
+    assert all(torch.equal(again[name], before[name]) for name in before)

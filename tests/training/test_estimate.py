@@ -3,16 +3,15 @@
 import subprocess
 import sys
 from dataclasses import asdict
-from functools import partial
 
 import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
-from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from conf.entry import REPOSITORY
 from model import GPT
+from model.gpt import checkpoint_activations
 from training import auto, estimate
 from training.optimizer import build_optimizer
 
@@ -46,8 +45,7 @@ def two_steps(device, vocab_size, shape, *, rows, micro_batch, seq_len, precisio
     model = GPT(vocab_size, max_seq_len=seq_len, **shape).to(device)
     model.use_attention(attention)
     if checkpointing:
-        for block in model.blocks:
-            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+        checkpoint_activations(model)
     optimizer = build_optimizer(model, lr=1e-3, betas=[0.9, 0.99], eps=1e-8, weight_decay=0.1)
     for _ in range(2):
         tokens, targets = torch.randint(vocab_size, (2, rows, seq_len)).to(device)

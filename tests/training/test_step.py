@@ -5,23 +5,20 @@ import torch
 
 from training import auto
 from training.optimizer import build_optimizer, parameter_groups
-from training.step import train_step
+from training.step import compute_gradients, gradient_norm, update
 
 CPU = torch.device("cpu")
 
 
 def one_step(model, tokens, targets, micro_batch, lr=1e-2, clip=1e9, optimizer=None):
     optimizer = optimizer or build_optimizer(model, lr=lr, betas=[0.9, 0.99], eps=1e-8, weight_decay=0.1)
-    return train_step(
-        model,
-        optimizer,
-        torch.amp.GradScaler("cpu", enabled=False),
-        {"tokens": tokens, "targets": targets},
-        micro_batch=micro_batch,
-        lr=lr,
-        clip=clip,
-        autocast=auto.autocast(CPU, "fp32"),
-    )
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    batch, count = {"tokens": tokens, "targets": targets}, (targets != -100).sum().item()
+    autocast = auto.autocast(CPU, "fp32")
+    loss = compute_gradients(model, scaler, batch, micro_batch=micro_batch, count=count, autocast=autocast) / count
+    norm = gradient_norm(optimizer, scaler)
+    update(optimizer, scaler, lr=lr, norm=norm, clip=clip)
+    return loss, norm
 
 
 @pytest.mark.parametrize("micro_batch", [1, 2, 4])

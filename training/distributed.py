@@ -1,0 +1,160 @@
+"""Many processes, started by torchrun. One process is the same code with a world of size 1.
+
+Every function here is called by all ranks alike. What is small goes over the CPU (gloo), gradients over nccl or gloo.
+"""
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from model.gpt import GPT
+
+
+def rank() -> int:
+    return int(os.environ.get("RANK", 0))
+
+
+def size() -> int:
+    return int(os.environ.get("WORLD_SIZE", 1))
+
+
+def start(seconds: float):
+    """Joins the ranks that torchrun started; a rank that does not answer for so long ends the run."""
+    if size() == 1 or dist.is_initialized():
+        return
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group(backend, timeout=timedelta(seconds=seconds))
+    if rank() > 0:  # one voice
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+
+
+def stop():
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def broadcast(value: Any) -> Any:
+    """Rank 0's value, on all ranks."""
+    if size() == 1:
+        return value
+    values = [value]
+    dist.broadcast_object_list(values, device=torch.device("cpu"))
+    return values[0]
+
+
+def gather(*values: float) -> list[list[float]]:
+    """For each value the list of what it is on rank 0, 1, ..., in float64."""
+    if size() == 1:
+        return [[value] for value in values]
+    mine = torch.tensor(values, dtype=torch.float64)
+    all_ranks = [torch.empty_like(mine) for _ in range(size())]
+    dist.all_gather(all_ranks, mine)
+    return torch.stack(all_ranks, dim=1).tolist()
+
+
+def gather_objects(value: Any) -> list:
+    """What it is on rank 0, 1, ..."""
+    if size() == 1:
+        return [value]
+    values = [None] * size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+@contextmanager
+def naming_the_late(step: int) -> Iterator[None]:
+    """Around what ranks do together at a step: if it fails, says which rank was not there."""
+    if size() == 1:
+        yield
+        return
+    store = dist.distributed_c10d._get_default_store()
+    store.set(f"step of {rank()}", str(step))
+    try:
+        yield
+    except RuntimeError as error:
+        steps = {r: int(store.get(f"step of {r}")) if store.check([f"step of {r}"]) else -1 for r in range(size())}
+        late = [r for r, at in steps.items() if at < step]
+        who = f"rank {', '.join(map(str, late))} did not come to step {step}" if late else "a rank left"
+        raise RuntimeError(f"{who}: {str(error).splitlines()[0]}") from error
+
+
+# --- models ---------------------------------------------------------------------------------------------------------
+
+
+def spread(model: GPT, forward: nn.Module, how: str, precision: str) -> nn.Module:
+    """What training calls: `forward`, the model or what compiling made of it, with gradients averaged over the ranks.
+
+    "ddp": each rank holds everything. "fsdp": weights, gradients and optimizer state lie in shares, a block's weights
+    are gathered while it works (FSDP2); the model itself is changed, so this comes before its optimizer is built.
+    """
+    if size() == 1:
+        return forward
+    if how == "ddp":
+        device = [torch.cuda.current_device()] if torch.cuda.is_available() else None
+        return DistributedDataParallel(forward, device_ids=device)
+    half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
+    policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32 if half else None)
+    for block in model.blocks:
+        fully_shard(block, mp_policy=policy)
+    fully_shard(model, mp_policy=policy)
+    register_fsdp_forward_method(model, "read")
+    return forward
+
+
+@contextmanager
+def synchronised(model: nn.Module, last: bool) -> Iterator[None]:
+    """Around a micro-batch's forward and backward: only the last of a step exchanges gradients."""
+    if isinstance(model, DistributedDataParallel) and not last:
+        with model.no_sync():
+            yield
+    else:
+        if hasattr(model, "set_requires_gradient_sync"):
+            model.set_requires_gradient_sync(last)
+        yield
+
+
+def whole(value: Any) -> Any:
+    """Copies on the CPU of tensors, of which each rank may hold a share, in dicts and lists; anything else as it is."""
+    if isinstance(value, dict):
+        return {name: whole(one) for name, one in value.items()}
+    if isinstance(value, list):
+        return [whole(one) for one in value]
+    if isinstance(value, DTensor):
+        value = value.full_tensor()
+    return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
+
+
+def share(tensor: Tensor, like: Tensor) -> Tensor:
+    """Of a whole tensor what this rank holds of `like`."""
+    if not isinstance(like, DTensor) or tensor.shape != like.shape:
+        return tensor
+    return distribute_tensor(tensor.to(like.device), like.device_mesh, like.placements)
+
+
+def load_optimizer(optimizer: torch.optim.Optimizer, state: dict):
+    """What it remembers, saved by any number of ranks; how it is set stays as it is."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    shares = {
+        i: {name: share(value, parameters[i]) if isinstance(value, Tensor) else value for name, value in of_one.items()}
+        for i, of_one in state["state"].items()
+    }
+    optimizer.load_state_dict({"state": shares, "param_groups": optimizer.state_dict()["param_groups"]})
+
+
+@torch.no_grad()
+def load_weights(model: GPT, weights: dict[str, Tensor]):
+    """Whole weights into a model of which each rank may hold a share."""
+    for name, parameter in model.state_dict().items():
+        parameter.copy_(share(weights[name], parameter))

@@ -1,0 +1,116 @@
+"""What to do when the numbers go wrong: notice before the weights have it, and say where it began."""
+
+import json
+import math
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from training.checkpoint import set_rng_state
+
+
+@dataclass
+class Guard:
+    """What a run remembers of its steps, to be saved with it.
+
+    losses: of the last steps. skip: steps whose batch is passed over. skipped: steps that changed no weight, so or
+    because their numbers were not finite. in_a_row: how many of the latter came last, one after the other. spikes:
+    losses more than so many standard deviations above the mean of those before.
+    """
+
+    losses: list[float] = field(default_factory=list)
+    skip: list[int] = field(default_factory=list)
+    skipped: int = 0
+    in_a_row: int = 0
+    spikes: int = 0
+
+    def passed_over(self):
+        """A step without an update."""
+        self.skipped += 1
+
+    def not_finite(self):
+        self.skipped += 1
+        self.in_a_row += 1
+
+    def is_spike(self, loss: float, sigmas: float, window: int) -> bool:
+        """Looks at a finite loss, and keeps it; of a window's worth of losses or more."""
+        self.in_a_row = 0
+        before, self.losses = self.losses, [*self.losses, loss][-window:]
+        if len(before) < window:
+            return False
+        spike = loss > statistics.fmean(before) + sigmas * statistics.pstdev(before)
+        self.spikes += spike
+        return spike
+
+
+NOWHERE = {"micro_batch": None, "module": None, "tensor": None}
+
+
+def find_origin(model: nn.Module, pieces: list[dict[str, Tensor]], autocast: torch.autocast, rng: dict) -> dict:
+    """Where a number was first not finite: repeats a step's micro-batches with the random state it began with.
+
+    -> {"micro_batch", "module", "tensor"}, by name: a weight that is so already, else the first output in the forward,
+    else the first gradient in the backward. None where it does not happen again. The gradients are lost.
+    """
+    for name, parameter in model.named_parameters():
+        if not parameter.isfinite().all():
+            module, _, tensor = name.rpartition(".")
+            return {"micro_batch": None, "module": module, "tensor": tensor}
+    found: list[tuple[str, str]] = []
+
+    def watch(name: str, what: str) -> Callable:
+        def look(module, _, output):
+            tensors = output if isinstance(output, tuple) else (output,)
+            if any(isinstance(t, Tensor) and t.is_floating_point() and not t.isfinite().all() for t in tensors):
+                found.append((name, what))
+
+        return look
+
+    handles = []
+    for name, module in model.named_modules():
+        if not any(True for _ in module.children()):  # of a parent it would be the children's fault
+            handles.append(module.register_forward_hook(watch(name, "output")))
+            if not isinstance(module, nn.Embedding):
+                handles.append(module.register_full_backward_hook(watch(name, "input's gradient")))
+    handles.append(model.register_forward_hook(watch("", "loss")))
+    set_rng_state(rng)
+    try:
+        for i, piece in enumerate(pieces):
+            model.zero_grad(set_to_none=True)
+            with autocast:
+                loss, count = model(**piece)
+            if not found:
+                (loss / count).backward()
+            for name, parameter in model.named_parameters():
+                if not found and parameter.grad is not None and not parameter.grad.isfinite().all():
+                    module, _, tensor = name.rpartition(".")
+                    found.append((module, f"gradient of {tensor}"))
+            if found:
+                return {"micro_batch": i, "module": found[0][0], "tensor": found[0][1]}
+    finally:
+        for handle in handles:
+            handle.remove()
+        model.zero_grad(set_to_none=True)
+    return NOWHERE
+
+
+def report(run: Path, step: int, loss: float, norm: float, origin: dict, texts: list[str]) -> Path:
+    """Writes down what is known of a step whose numbers are not finite, with the text of its batch."""
+    path = run / f"nonfinite_{step:08}.json"
+    numbers = {"step": step, "loss": str(loss), "grad_norm": str(norm)}
+    path.write_text(json.dumps({**numbers, **origin, "texts": texts}, indent=2, ensure_ascii=False), encoding="utf-8")
+    return path
+
+
+def describe(origin: dict) -> str:
+    if origin["tensor"] is None:
+        return "it did not happen again when the step was repeated"
+    return f"first in the {origin['tensor']} of {origin['module'] or 'the model'}"
+
+
+def finite(*values: float) -> bool:
+    return all(map(math.isfinite, values))

@@ -1,0 +1,62 @@
+"""Ends a run in time: after the step at hand, with a checkpoint."""
+
+import os
+import re
+import signal
+import time
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+TIME_IS_UP = 1  # where a signal's number stands else; none of SIGNALS has it
+
+
+class Interruption:
+    """Listens for signals (a second one ends the process at once) and watches the time limit, in seconds or None.
+
+    `wanted` is 0, the number of a signal, or TIME_IS_UP. The latter comes early enough for one more step of the longest
+    duration so far, with all that was done in it, and the seconds that `saving` said.
+    """
+
+    def __init__(self, max_seconds: float | None, began: float):
+        self.began, self.max_seconds = began, max_seconds
+        self.longest, self.last = 0.0, time.monotonic()
+        self.signal = 0
+
+    def __enter__(self):
+        self.before = {number: signal.signal(number, self._heard) for number in SIGNALS}
+        return self
+
+    def __exit__(self, *_):
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
+
+    def _heard(self, number: int, _frame):
+        if self.signal:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        self.signal = number
+
+    def wanted(self) -> int:
+        """Asked once a step."""
+        now = time.monotonic()
+        self.longest, self.last = max(self.longest, now - self.last), now
+        if self.signal:
+            return self.signal
+        late = self.max_seconds is not None and now - self.began + 2 * self.longest > self.max_seconds
+        return TIME_IS_UP if late else 0
+
+
+def exit_code(reason: int) -> int:
+    """Of a run that was ended so: 143 by SIGTERM, 130 by Ctrl-C, 0 by its own time limit."""
+    return 0 if reason in (0, TIME_IS_UP) else 128 + reason
+
+
+def describe(reason: int) -> str:
+    return "the time is up" if reason == TIME_IS_UP else signal.Signals(reason).name
+
+
+def seconds(limit: str | None) -> float | None:
+    """Of "3h50m", "90m", "45s" or "1d12h"; None stays."""
+    if limit is None:
+        return None
+    units = {"d": 86400, "h": 3600, "m": 60, "s": 1}
+    return float(sum(int(number) * units[unit] for number, unit in re.findall(r"(\d+)([dhms])", limit)))
