@@ -338,7 +338,7 @@ def _memory_rows(moments: dict[str, dict[str, int]], room: float, has: str) -> l
     rows = [_row(name, f"{sizes[name] / GIB:,.3f}", what) for name, what in WHAT.items() if sizes.get(name)]
     most = {name: max(some.get(name, 0) for some in moments.values()) for name in ("gradients", "logits")}
     elsewhere = [f"{name} {n / GIB:,.3f}" for name, n in most.items() if n > sizes.get(name, 0)]
-    rows.append(_row("all", f"{need / GIB:,.3f}", "at other moments: " + ", ".join(elsewhere) if elsewhere else ""))
+    rows.append(_row("all", f"{need / GIB:,.3f}", "at another moment: " + ", ".join(elsewhere) if elsewhere else ""))
     if need <= room:
         return [*rows, _row("fits", f"{(room - need) / GIB:,.3f}", f"to spare: {has}")]
     return [*rows, _row("TOO MUCH", f"{(need - room) / GIB:,.3f}", f"too many: {has}")]
