@@ -131,7 +131,7 @@ def memory(
     parallel, in a world of several devices: "ddp" holds everything on each, and gradients once more in the buckets in
     which they travel. "fsdp" holds weights, gradients and optimizer in shares; whole, in `precision`, are the matrices
     outside the blocks, a block and the next, whole in fp32 the gradient of the larger, and all gradients where
-    micro-batches add up before they are exchanged.
+    micro-batches add up before they are exchanged (see distributed.synchronised).
     """
     m, half, sharded = model.arguments, precision != "fp32", parallel == "fsdp" and world > 1
     width, tokens = 2 if half else 4, micro_batch * seq_len
