@@ -14,10 +14,10 @@ from omegaconf import OmegaConf
 from conf.entry import entry_point
 from conf.schema import Train
 from data.batches import make_batches
-from data.prepare import prepare
+from data.prepare import planned_vocabulary, prepare
 from model import GPT, generate
 from model.gpt import checkpoint_activations
-from training import auto, checkpoint, distributed, guards, interruption, tracking
+from training import auto, checkpoint, distributed, estimate, guards, interruption, tracking
 from training.compilation import compile_forward
 from training.evaluation import evaluate
 from training.interruption import Interruption
@@ -44,6 +44,9 @@ def train(cfg: Train, run: Path, group: str | None = None) -> int:
 
     `run` is the folder of this run, `group` the name of its sweep.
     """
+    if cfg.dry_run:
+        print(estimate.report(asdict(cfg), *planned_vocabulary(asdict(cfg.data), asdict(cfg.tokenizer))))
+        return 0
     began = time.monotonic()
     run, first = distributed.broadcast(run), distributed.rank() == 0
 
@@ -83,7 +86,7 @@ def train(cfg: Train, run: Path, group: str | None = None) -> int:
     torch.manual_seed(cfg.seed)
     device = auto.choose_device(cfg.device, cfg.deterministic)
     model = GPT(tokenizer.vocab_size, **asdict(cfg.model)).to(device)
-    n_parameters = model.n_parameters()
+    n_parameters, flops = model.n_parameters(), estimate.flops_per_token(model, cfg.seq_len)
     if weights_of is not None:
         checkpoint.check_same_model(weights_of, model)
         checkpoint.load_weights(weights_of, model)
@@ -104,6 +107,7 @@ def train(cfg: Train, run: Path, group: str | None = None) -> int:
     if cfg.activation_checkpointing:
         checkpoint_activations(model)
     autocast = auto.autocast(device, choices["precision"])
+    peak = auto.peak_flops(device, asdict(cfg.device_spec), choices["precision"])
 
     epochs = batches.epoch(end) - batches.epoch(start)
     shared = f" on {ranks} ranks, {cfg.parallel}" if ranks > 1 else ""
@@ -325,6 +329,8 @@ def train(cfg: Train, run: Path, group: str | None = None) -> int:
                     speed = (step - last_step) * cfg.batch_tokens / (seconds - last_seconds)
                     last_step, last_seconds = step, seconds
                     row["clock"] = {"seconds": seconds, "tokens_per_second": speed, "memory_gib": peak_memory(device)}
+                    if peak is not None:
+                        row["clock"]["mfu"] = flops * speed / (peak * ranks)
                     log.write(row)
                     tracking.log(wandb_run, row)
                     screen.report(step, row, (end - step) * cfg.batch_tokens / speed, keep=due["evaluate"])

@@ -79,6 +79,7 @@ def entry_point(config_name: str, schema: type, actions: tuple[str, ...] = ()) -
                         check_rules(cfg)
                     run(cfg, action) if actions else run(cfg)
                     sys.stdout.flush()
+                    _remove_empty_run_folder()  # of a dry run
                 except BrokenPipeError:  # whoever read the output, `head` say, has enough
                     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
                 except (ValueError, OmegaConfBaseException, *A_USERS_FILE) as error:
@@ -129,7 +130,13 @@ def _fail(message: str):
 
 
 def _remove_empty_run_folder():
-    """Hydra makes a run's folder before anything is checked; only one that run_dir named is ours to remove."""
+    """Hydra makes a run's folder before anything is checked; only one that run_dir named is ours to remove.
+
+    Or, of several runs at once, one in it, and it too when none is left.
+    """
     folder = Path(HydraConfig.get().runtime.output_dir)
-    if RUN_NAME.fullmatch(folder.name) and folder.is_dir() and not any(folder.iterdir()):
+    of_several = RUN_NAME.fullmatch(folder.parent.name)
+    if (of_several or RUN_NAME.fullmatch(folder.name)) and folder.is_dir() and not any(folder.iterdir()):
         folder.rmdir()
+        if of_several and {file.name for file in folder.parent.iterdir()} <= {"multirun.yaml"}:
+            shutil.rmtree(folder.parent)

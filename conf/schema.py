@@ -123,6 +123,18 @@ class Tracking:
 
 
 @dataclass
+class DeviceSpec:
+    """A device as its maker and its renters describe it; for estimates only."""
+
+    name: str
+    kind: str = one_of("gpu", "cpu")
+    flops_bf16: float | None = number(above=0)
+    flops_fp32: float = number(above=0)
+    memory: float = number(above=0)
+    price_per_hour: float | None = number(at_least=0)
+
+
+@dataclass
 class Train:
     """Everything that `python train.py` can be told."""
 
@@ -139,6 +151,10 @@ class Train:
     seq_len: int = number(at_least=1)
     packing: str = one_of("stream", "documents")
     evaluation_tokens: int | None = number(at_least=1)
+    dry_run: bool
+    world: int = number(at_least=1)
+    mfu: float = number(above=0, at_most=1)
+    device_spec: DeviceSpec
     resume: str | None
     init_from: str | None
     keep: int | None = number(at_least=1)

@@ -147,6 +147,25 @@ def make_tokenizer(settings: dict, training: Iterable[str], all_documents: Itera
     return made
 
 
+CHARACTERS = 128  # an alphabet that nobody has counted yet, and the end of a text
+ENCODINGS = {"gpt2": 50257, "r50k_base": 50257, "p50k_base": 50281, "cl100k_base": 100277, "o200k_base": 200019}
+
+
+def planned_vocabulary(data: dict, tokenizer: dict) -> tuple[int, str]:
+    """How many tokens these settings will give, as far as can be said without the text, and where that comes from."""
+    if data["source"] == "mixture":
+        folder = Path(next(iter(data["corpora"]))) / "tokenizer"
+        return load_tokenizer(folder).vocab_size, str(folder)
+    kind = tokenizer["kind"]
+    if kind == "bpe":
+        return tokenizer["vocab_size"], "tokenizer.vocab_size"
+    if kind == "chars":
+        return CHARACTERS, "assumed: only the text knows its characters"
+    if kind == "tiktoken" and tokenizer["encoding"] in ENCODINGS:
+        return ENCODINGS[tokenizer["encoding"]], tokenizer["encoding"]
+    return make_tokenizer(tokenizer, [], []).vocab_size, tokenizer["encoding"] or tokenizer["path"] or kind
+
+
 # --- a part ---------------------------------------------------------------------------------------------------------
 
 

@@ -52,6 +52,7 @@ def trained(tmp_path_factory, llama_tokenizer):
     run(folder, [str(REPOSITORY / "train.py"), *small])
     for name in ("NAME", "OTHER"):
         (folder / "runs" / name).symlink_to("20260101-000000-inkling-000000")
+    (folder / "runs" / "NAME" / "checkpoints" / "STEP").symlink_to("step_00000003")
     for name in "AB":
         (folder / "corpora" / name).symlink_to(next((folder / "corpora").glob("files-*")).name)
     return folder
@@ -79,6 +80,11 @@ def run(folder, arguments) -> str:
 def miniature(command: str) -> list[str]:
     """The arguments of a command, with ours behind its own where it trains or prepares."""
     program, *words = shlex.split(command)
+    if program == "torchrun":
+        at = words.index("train.py")
+        restarts = [word for word in words[:at] if word in ("--max-restarts", "3")]
+        ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *restarts]
+        return [*ranks, *miniature(shlex.join(["python", *words[at:]]))]
     assert program == "python", command
     if words[0] == "train.py":
         own = words[1:]
@@ -97,7 +103,7 @@ def test_there_are_commands():
     assert len(COMMANDS) > 10
 
 
-@pytest.mark.parametrize("command", [c for c in COMMANDS if c.startswith("python")])
+@pytest.mark.parametrize("command", [c for c in COMMANDS if c.startswith(("python", "torchrun"))])
 def test_the_command_works(folder, command):
     arguments = miniature(command)
     assert run(folder, arguments)
@@ -118,7 +124,7 @@ def test_what_needs_the_network_composes(settings, command):
         settings(*(word for word in words[2:] if word != "merge"), config="prepare", kind=Prepare)
 
 
-@pytest.mark.parametrize("command", [c for c in COMMANDS if not c.startswith("python")])
+@pytest.mark.parametrize("command", [c for c in COMMANDS if not c.startswith(("python", "torchrun"))])
 def test_the_other_commands_are_in_the_makefile(command):
     program, target = command.split()
     assert program == "make"

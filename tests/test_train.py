@@ -514,6 +514,20 @@ def test_where_compiling_fails_training_goes_on_without(run, monkeypatch, capsys
     assert final(compiled)[1]["choices"]["compile"] is False
 
 
+def test_a_sweep_goes_through_submitit(tmp_path):
+    """The launcher of SLURM, with submitit's executor for this machine in its place; then once more, to go on."""
+    small = ["experiment=smoke", "every.sample=100", "hydra.sweep.dir=sweep", "hydra/launcher=submitit_local"]
+    for steps in (2, 4):
+        command = [sys.executable, str(REPOSITORY / "train.py"), "-m", "seed=3,4", "resume=auto", *small]
+        command += [f"steps={steps}", "schedule.warmup=1", "hydra.launcher.timeout_min=5"]
+        result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=200)
+        assert result.returncode == 0, result.stderr + result.stdout
+    for job in ("0", "1"):
+        folder = tmp_path / "sweep" / job
+        assert f"seed: {3 + int(job)}" in (folder / "config.yaml").read_text()
+        assert [path.name for path in checkpoint.steps(folder)] == ["step_00000004", "step_00000002"]
+
+
 def test_the_whole_story_on_the_command_line(tmp_path):
     """`experiment=smoke`, then its checkpoint moved away and used without corpus, from another folder."""
 

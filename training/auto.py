@@ -35,6 +35,13 @@ def choose_device(device: str, deterministic: bool = False) -> torch.device:
     return chosen
 
 
+def peak_flops(device: torch.device, spec: dict, precision: str) -> float | None:
+    """FLOP/s of the GPU at hand, if it is the one that device_spec describes; None for any other device."""
+    if device.type != "cuda" or spec["name"].split("_")[0] not in torch.cuda.get_device_name(device).lower():
+        return None
+    return spec["flops_fp32"] if precision == "fp32" else spec["flops_bf16"]
+
+
 def choose(
     *,
     precision: str,

@@ -62,21 +62,24 @@ def find_origin(model: nn.Module, pieces: list[dict[str, Tensor]], autocast: tor
             return {"micro_batch": None, "module": module, "tensor": tensor}
     found: list[tuple[str, str]] = []
 
-    def watch(name: str, what: str) -> Callable:
-        def look(module, _, output):
-            tensors = output if isinstance(output, tuple) else (output,)
-            if any(isinstance(t, Tensor) and t.is_floating_point() and not t.isfinite().all() for t in tensors):
-                found.append((name, what))
+    def look(name: str, what: str, values):
+        tensors = values if isinstance(values, tuple) else (values,)
+        if any(isinstance(t, Tensor) and t.is_floating_point() and not t.isfinite().all() for t in tensors):
+            found.append((name, what))
 
-        return look
+    def after_forward(name: str) -> Callable:
+        return lambda module, inputs, output: look(name, "output", output)
+
+    def after_backward(name: str) -> Callable:
+        return lambda module, of_input, of_output: look(name, "input's gradient", of_input)
 
     handles = []
     for name, module in model.named_modules():
         if not any(True for _ in module.children()):  # of a parent it would be the children's fault
-            handles.append(module.register_forward_hook(watch(name, "output")))
+            handles.append(module.register_forward_hook(after_forward(name)))
             if not isinstance(module, nn.Embedding):
-                handles.append(module.register_full_backward_hook(watch(name, "input's gradient")))
-    handles.append(model.register_forward_hook(watch("", "loss")))
+                handles.append(module.register_full_backward_hook(after_backward(name)))
+    handles.append(model.register_forward_hook(after_forward("")))
     set_rng_state(rng)
     try:
         for i, piece in enumerate(pieces):

@@ -73,10 +73,15 @@ W&B              {tracked}
 """
 
 
+NOT_OF_TRAINING = ("resume", "stop_after", "name", "dry_run", "world", "mfu", "device_spec")
+
+
 def differences(before: dict, now: dict, prefix: str = "") -> Iterator[str]:
     """What a resumed run is told otherwise than the run it goes on with."""
     for name, value in now.items():
+        if name in NOT_OF_TRAINING:
+            continue
         if isinstance(value, dict):
             yield from differences(before.get(name, {}), value, f"{prefix}{name}.")
-        elif value != before.get(name) and name not in ("resume", "stop_after", "name"):
+        elif value != before.get(name):
             yield f"{prefix}{name} was {before.get(name)}, is {value}"

@@ -13,7 +13,7 @@ from filelock import FileLock
 from conf.entry import REPOSITORY
 from data import prepare as prepare_module
 from data.corpus import open_corpus, open_mixture, open_token_files
-from data.prepare import merge_parts, prepare, prepare_part
+from data.prepare import merge_parts, planned_vocabulary, prepare, prepare_part
 from data.sources import Document
 from data.tokenizer import ByteTokenizer, CharacterTokenizer
 
@@ -322,3 +322,25 @@ def test_a_window_longer_than_the_text_is_refused_with_the_numbers(data):
     corpus.check_length(2203)
     with pytest.raises(ValueError, match=r"seq_len 2204 needs at least 2205 tokens, but the training text has 2204"):
         corpus.check_length(2204)
+
+
+@pytest.mark.parametrize("kind", ["bytes", "bpe", "json", "saved"])
+def test_the_size_of_a_vocabulary_is_known_before_the_text(tmp_path, llama_tokenizer, kind):
+    (tmp_path / "tokenizer.json").write_text(llama_tokenizer)
+    ByteTokenizer().save(tmp_path / "saved")
+    path = {"json": "tokenizer.json", "saved": "saved"}.get(kind)
+    settings = {
+        "kind": kind,
+        "vocab_size": 300,
+        "encoding": None,
+        "path": path,
+        "special": ["</s>"],
+        "beginning": "<s>",
+    }
+    size, _ = planned_vocabulary({"source": "files"}, settings)
+    assert size == {"bytes": 257, "bpe": 300, "json": 267, "saved": 257}[kind]
+
+
+def test_a_mixture_has_the_vocabulary_of_its_corpora(tmp_path):
+    ByteTokenizer().save(tmp_path / "a" / "tokenizer")
+    assert planned_vocabulary({"source": "mixture", "corpora": {"a": 1.0}}, {})[0] == 257

@@ -1,0 +1,117 @@
+import math
+
+import pytest
+import torch
+
+from training import auto, guards
+from training.checkpoint import rng_state
+
+PLAIN = auto.autocast(torch.device("cpu"), "fp32")
+
+
+def pieces(n: int) -> list[dict]:
+    return [{"tokens": torch.randint(17, (2, 6)), "targets": torch.randint(17, (2, 6))} for _ in range(n)]
+
+
+@pytest.mark.parametrize("name", ["embedding.weight", "blocks.1.attention.wk.weight", "norm.gain"])
+def test_a_weight_that_is_not_finite_is_named(small, name):
+    model = small()
+    dict(model.named_parameters())[name].data.view(-1)[3] = math.nan
+    module, _, tensor = name.rpartition(".")
+    assert guards.find_origin(model, pieces(2), PLAIN, rng_state()) == {
+        "micro_batch": None,
+        "module": module,
+        "tensor": tensor,
+    }
+
+
+@pytest.mark.parametrize("name", ["blocks.0.attention.wv", "blocks.1.feed_forward.up", "head"])
+@pytest.mark.parametrize("micro_batch", [0, 1])
+def test_the_first_output_that_is_not_finite_is_named(small, name, micro_batch):
+    """With dropout, so that only the same random numbers lead there again."""
+    model = small(dropout=0.3).float().train()
+    module, calls = model.get_submodule(name), []
+
+    def overflow(module, inputs, output):
+        calls.append(1)
+        if len(calls) - 1 == micro_batch:
+            return output * torch.where(output == output.max(), math.inf, 1.0)
+
+    handle = module.register_forward_hook(overflow, prepend=True)
+    before = [p.clone() for p in model.parameters()]
+    found = guards.find_origin(model, pieces(3), PLAIN, rng_state())
+    handle.remove()
+    assert found == {"micro_batch": micro_batch, "module": name, "tensor": "output"}
+    assert all(torch.equal(a, b) and b.grad is None for a, b in zip(before, model.parameters(), strict=True))
+    assert not any(m._forward_hooks or m._backward_hooks for m in model.modules())
+
+
+def test_the_first_gradient_that_is_not_finite_is_named(small):
+    """The backward comes from the end: the block behind the fault has finite gradients."""
+    model = small().float()
+
+    class Fault(torch.autograd.Function):
+        @staticmethod
+        def forward(context, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(context, gradient):
+            return gradient * math.nan
+
+    handle = model.blocks[0].feed_forward.down.register_forward_hook(lambda m, i, output: Fault.apply(output))
+    found = guards.find_origin(model, pieces(1), PLAIN, rng_state())
+    handle.remove()
+    assert found["module"] == "blocks.0.feed_forward.down" and "gradient" in found["tensor"]
+
+
+def test_what_does_not_happen_again_is_said_to(small):
+    found = guards.find_origin(small().float(), pieces(2), PLAIN, rng_state())
+    assert guards.describe(found) == "it did not happen again when the step was repeated"
+
+
+def test_a_jump_is_measured_against_the_losses_before_it():
+    guard = guards.Guard()
+    losses = [3.0, 3.2, 2.8, 3.0, 4.0, 3.1, 3.0, 2.9, 3.0, 3.4]
+    found = [guard.is_spike(loss, sigmas=3.0, window=4) for loss in losses]
+    deviation = math.sqrt((0.2**2 + 0.2**2) / 4)
+    assert 4.0 > 3.0 + 3 * deviation
+    assert found == [False] * 4 + [True] + [False] * 4 + [True]
+    assert guard.spikes == 2 and guard.losses == losses[-4:]
+
+
+def out_of_memory_above(model, rows: int):
+    """A model that fits no more than so many rows."""
+
+    def forward(tokens, targets):
+        if len(tokens) > rows:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return model(tokens, targets=targets)
+
+    forward.parameters, forward.zero_grad = model.parameters, model.zero_grad
+    return forward
+
+
+@pytest.mark.parametrize(("room", "fits"), [(12, 12), (11, 6), (5, 4), (1, 1)])
+def test_the_largest_micro_batch_that_fits_divides_the_rows(small, room, fits):
+    model, state = small(dropout=0.5).train(), torch.get_rng_state()
+    batch = {"tokens": torch.randint(17, (12, 6)), "targets": torch.randint(17, (12, 6))}
+    state = torch.get_rng_state()
+    assert auto.largest_that_fits(out_of_memory_above(model, room), batch, PLAIN) == fits
+    assert all(p.grad is None for p in model.parameters())
+    model.zero_grad()
+    with pytest.raises(ValueError, match="not even micro_batch=1 fits"):
+        auto.largest_that_fits(out_of_memory_above(model, 0), batch, PLAIN)
+    assert state.shape == torch.get_rng_state().shape
+
+
+def test_running_out_of_memory_says_what_would_fit(small):
+    model = out_of_memory_above(small(), 3)
+    batch = {"tokens": torch.randint(17, (8, 6)), "targets": torch.randint(17, (8, 6))}
+    with (
+        pytest.raises(ValueError, match="not enough for micro_batch 8: micro_batch=2 would fit"),
+        auto.explaining_memory(model, batch, 8, PLAIN),
+    ):
+        model(**batch)
+    with pytest.raises(RuntimeError, match="another"), auto.explaining_memory(model, batch, 8, PLAIN):
+        raise RuntimeError("another")

@@ -1,0 +1,42 @@
+import os
+import signal
+import time
+
+import pytest
+
+from training import interruption
+from training.interruption import TIME_IS_UP, Interruption
+
+
+@pytest.mark.parametrize("number", interruption.SIGNALS)
+def test_a_signal_is_kept_until_asked_for_and_handlers_come_back(number):
+    before = signal.getsignal(number)
+    with Interruption(None, time.monotonic()) as interrupted:
+        assert interrupted.wanted() == 0
+        os.kill(os.getpid(), number)
+        assert interrupted.wanted() == number
+    assert signal.getsignal(number) == before
+    assert interruption.exit_code(number) == 128 + number
+
+
+def test_the_time_is_up_before_a_step_of_the_longest_duration_would_pass_it(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    with Interruption(60.0, began=90.0) as interrupted:
+        for wait, expected in [(5, 0), (10, 0), (5, 0), (5, 0), (5, 0), (1, TIME_IS_UP)]:
+            now[0] += wait
+            assert interrupted.wanted() == expected, now
+    assert interruption.exit_code(TIME_IS_UP) == 0
+
+
+@pytest.mark.parametrize(
+    ("limit", "expected"), [(None, None), ("45s", 45), ("90m", 5400), ("3h50m", 13800), ("1d12h", 129600)]
+)
+def test_a_time_limit_is_read(limit, expected):
+    assert interruption.seconds(limit) == expected
+
+
+@pytest.mark.parametrize("limit", ["", "3", "3h50", "50m3h", "-1s", "1.5h"])
+def test_what_is_no_time_limit_is_refused(settings, limit):
+    with pytest.raises(ValueError, match="max_time must look like 3h50m"):
+        settings(f"max_time='{limit}'")
