@@ -47,12 +47,18 @@ def train(cfg: Train, run: Path, group: str | None = None) -> int:
     if cfg.dry_run:
         print(estimate.report(asdict(cfg), *planned_vocabulary(asdict(cfg.data), asdict(cfg.tokenizer))))
         return 0
-    began = time.monotonic()
-    run, first = distributed.broadcast(run), distributed.rank() == 0
+    began, run = time.monotonic(), distributed.broadcast(run)
+    with checkpoint.taken(run, distributed.rank() == 0):
+        return steps_of(cfg, run, group, began)
+
+
+def steps_of(cfg: Train, run: Path, group: str | None, began: float) -> int:
+    """The story itself."""
+    first = distributed.rank() == 0
 
     # --- from the beginning, or from a checkpoint ---
     start, saved = 0, {}
-    folder = distributed.broadcast(find_start(cfg.resume, run) if first else None)
+    folder, weights_of = distributed.agreed(find_start, cfg, run)
     if folder is not None:
         start, saved = checkpoint.read_about(folder)["step"], checkpoint.load_training(folder)
         print(f"resuming from {folder}: {start} steps are done")
@@ -60,12 +66,11 @@ def train(cfg: Train, run: Path, group: str | None = None) -> int:
             print(f"a setting has changed: {difference}")
     end = min(cfg.steps, cfg.stop_after or cfg.steps)
     if start >= end:
-        raise ValueError(f"nothing left to do: {start} steps are done, the run ends at {end}; give more steps")
-    if first and cfg.resume != "auto" and checkpoint.steps(run):
-        raise ValueError(f"{run} already holds checkpoints: resume=auto goes on with them; or take another folder")
-    weights_of = folder
-    if cfg.init_from is not None and folder is None:
-        weights_of = distributed.broadcast(checkpoint.find(cfg.init_from) if first else None)
+        nothing = f"nothing left to do: {start} steps are done, the run ends at {end}; give more steps"
+        if cfg.resume == "auto":  # of a job that is started again and again, this is the good end
+            print(nothing)
+            return 0
+        raise ValueError(nothing)
 
     # --- the text ---
     corpus = prepare(asdict(cfg.data), asdict(cfg.tokenizer))
@@ -143,7 +148,7 @@ def train(cfg: Train, run: Path, group: str | None = None) -> int:
         distributed.load_optimizer(optimizer, saved["optimizer"])
         if saved["scaler"]:
             scaler.load_state_dict(saved["scaler"])
-        if distributed.rank() < len(saved["rng"]):
+        if distributed.rank() < len(saved["rng"]):  # else there were fewer ranks
             checkpoint.set_rng_state(saved["rng"][distributed.rank()])
         samples, guard = list(saved["samples"]), guards.Guard(**saved["guard"])
 
@@ -175,15 +180,22 @@ def train(cfg: Train, run: Path, group: str | None = None) -> int:
             if cfg.tracking.artifacts:
                 tracking.log_checkpoint(wandb_run, step, saver.folder, row.get("validation_loss"), saver.writing)
 
-    def roll_back() -> int:
-        """To the last checkpoint; what is to be skipped from now on stays known. -> its step."""
+    def ensure_saved(step: int):
+        """Where this step may or may not have been due."""
         saver.wait()
-        folder = distributed.broadcast(checkpoint.find(run, for_training=True) if first else None)
-        skip = guard.skip
+        if not distributed.agreed(checkpoint.step_folder(run, step).exists):
+            save(step, {})
+
+    def roll_back() -> int:
+        """To the last checkpoint; what is to be skipped from now on stays known. -> its step. ValueError if none is."""
+        saver.wait()
+        folder, skip = distributed.agreed(checkpoint.find, run, True), guard.skip
         distributed.load_weights(model, checkpoint.read_weights(folder))
         remember(checkpoint.load_training(folder))
-        guard.skip = skip
-        return checkpoint.read_about(folder)["step"]
+        guard.skip, step = skip, checkpoint.read_about(folder)["step"]
+        if first:
+            checkpoint.set_aside(run, step)
+        return step
 
     def validate(limit: int | None) -> dict:
         result = evaluate(
@@ -213,18 +225,21 @@ def train(cfg: Train, run: Path, group: str | None = None) -> int:
         return text
 
     def explain_nonfinite(step: int, batch: dict, loss: float, norm: float, rng: dict) -> str:
-        """Finds out where, and writes it down with the text of the batch; training is as it was before."""
-        after, pieces = checkpoint.rng_state(), list(micro_batches(batch, choices["micro_batch"]))
+        """Finds out where, and writes it down with the text of the batch; training is as it was before the step."""
+        pieces = list(micro_batches(batch, choices["micro_batch"]))
         searchable = ranks == 1 or cfg.parallel == "ddp"  # under fsdp ranks would have to search in step
         origin = guards.find_origin(model, pieces, autocast, rng) if searchable else guards.NOWHERE
-        checkpoint.set_rng_state(after)
+        checkpoint.set_rng_state(rng)
         texts = [tokenizer.decode(row) for row in batch["tokens"].tolist()]
-        path = guards.report(run, step, loss, norm, origin, texts)
+        origins, texts = zip(*distributed.gather_objects((origin, texts)), strict=True)
+        origin = next((one for one in origins if one["tensor"] is not None), guards.NOWHERE)
+        path = run / f"nonfinite_{step:08}.json"
+        if first:
+            guards.report(path, step, loss, norm, origin, [text for some in texts for text in some])
         return f"the loss of step {step + 1} is {loss}, its gradient norm {norm}: {guards.describe(origin)}; see {path}"
 
     # --- training ---
     with (
-        checkpoint.taken(run, first),
         checkpoint.Saver(run, cfg.keep, warn=print) as saver,
         Interruption(interruption.seconds(cfg.max_time), began) as interrupted,
         Screen(cfg.steps) as screen,
@@ -249,8 +264,8 @@ def train(cfg: Train, run: Path, group: str | None = None) -> int:
         )
         if first:
             (run / "README.txt").write_text(describe(run, tracking.where(wandb_run)), encoding="utf-8")
-        if cfg.on_spike == "rollback" and start == 0:
-            save(0, {})  # something to go back to
+        if cfg.on_spike == "rollback":
+            ensure_saved(start)  # something to go back to
 
         watch = Stopwatch()
         step, last_step, last_seconds, reason = start, start, 0.0, 0
@@ -286,35 +301,43 @@ def train(cfg: Train, run: Path, group: str | None = None) -> int:
                     )
                     norm = gradient_norm(optimizer, scaler)
                     loss = sum(distributed.gather(total.item())[0]) / sum(counts)
-                overflow = scaler.is_enabled() and not norm.isfinite()  # common in fp16: its scaler shrinks, and skips
-                if not guards.finite(loss) or not (overflow or norm.isfinite()):
+                healthy = guards.finite(loss, norm.item())
+                if not healthy and scaler.is_enabled() and guards.finite(loss) and scaler.get_scale() >= 1:
+                    update(optimizer, scaler, lr=lr, norm=norm, clip=o.clip)  # fp16: the scaler skips it, and shrinks
+                    guard.passed_over()
+                elif not healthy:
                     what = explain_nonfinite(step, batch, loss, norm.item(), rng)
                     if cfg.on_nonfinite == "stop" or guard.in_a_row >= cfg.max_skips:
-                        save(step, {})  # which has not seen this batch
-                        raise ValueError(
-                            f"{what}; step {step} is saved: try resume=auto with on_nonfinite=skip, "
-                            f"or a lower optimizer.lr than {o.lr}"
-                        )
+                        ensure_saved(step)  # which has not seen this batch
+                        saver.wait()
+                        there = f"step {step} is saved: " if not saver.failed else ""
+                        hint = f"resume=auto with on_nonfinite=skip, or a lower optimizer.lr than {o.lr}"
+                        raise ValueError(f"{what}; {there}try {hint}")
                     guard.not_finite()
                     screen.say(f"{what}; the batch is skipped")
                     scaler.update()
                     optimizer.zero_grad(set_to_none=True)
                 elif guard.is_spike(loss, cfg.spike_sigmas, cfg.spike_window) and cfg.on_spike == "rollback":
-                    guard.skip = sorted({*guard.skip, step})
                     screen.say(f"the loss of step {step + 1} jumped to {loss:.4f}: back to the last checkpoint")
+                    guard.skip = sorted({*guard.skip, step})
+                    scaler.update()
                     optimizer.zero_grad(set_to_none=True)
-                    step = roll_back()
-                    log = MetricsLog(run / "metrics.jsonl" if first else None, step)
-                    stream = batches.stream(step, end, device)
-                    last_step, last_seconds = step, watch.seconds()
-                    continue
+                    try:
+                        step = roll_back()
+                    except ValueError as error:
+                        screen.say(f"{error}: only the batch is skipped")
+                        checkpoint.set_rng_state(rng)
+                        guard.passed_over()
+                    else:
+                        log = MetricsLog(run / "metrics.jsonl" if first else None, step)
+                        stream = batches.stream(step, end, device)
+                        last_step, last_seconds = step, watch.seconds()
+                        continue
                 else:
                     ratio = update(optimizer, scaler, lr=lr, norm=norm, clip=o.clip, measure=due["row"])
                     row |= {"loss": loss, "grad_norm": norm.item()}
                     if due["row"]:
                         row["update_ratio"] = ratio.item()
-                    if overflow:
-                        guard.passed_over()
 
             # what is due behind it
             step += 1
@@ -339,14 +362,14 @@ def train(cfg: Train, run: Path, group: str | None = None) -> int:
                 if due["checkpoint"]:
                     save(step, row)
 
-        if reason and step > start and not checkpoint.step_folder(run, step).exists():
-            save(step, {})
+        if reason:
+            ensure_saved(step)
         saver.wait()
     tracking.finish(wandb_run)
 
     if reason:
-        print(f"{interruption.describe(reason)}: ended after step {step}, resume=auto goes on from there")
-    print(f"checkpoint  {checkpoint.find(run) if first else None}")
+        print(f"{interruption.describe(reason)}: ended after step {step}, resume=auto hydra.run.dir={run} goes on")
+    print(f"checkpoint  {next(iter(checkpoint.steps(run)), None)}")
     print(f"next        python -m scripts.generate checkpoint={run} -- To be, or not")
     print(f"tracked     {tracking.where(wandb_run)}", flush=True)
     if saver.failed:
@@ -354,16 +377,24 @@ def train(cfg: Train, run: Path, group: str | None = None) -> int:
     return interruption.exit_code(reason)
 
 
-def find_start(resume: str | None, run: Path) -> Path | None:
-    """The checkpoint to go on from. With resume=auto, the run folder is the newest run that has one, or a new one."""
-    if resume is None:
-        return None
-    if resume != "auto":
-        return checkpoint.find(resume, for_training=True)
-    if not checkpoint.steps(run):
+def find_start(cfg: Train, run: Path) -> tuple[Path | None, Path | None]:
+    """The checkpoint to go on from, and that of which to take the weights: the same, or init_from's in a new run.
+
+    With resume=auto, the run folder is the newest run that has one, or a new one.
+    """
+    if cfg.resume not in (None, "auto"):
+        folder = checkpoint.find(cfg.resume, for_training=True)
+        if checkpoint.steps(run):
+            raise ValueError(f"{run} already holds checkpoints: take another folder, or resume=auto to go on with them")
+        return folder, folder
+    if checkpoint.steps(run):
+        if cfg.resume is None:
+            raise ValueError(f"{run} already holds checkpoints: resume=auto goes on with them; or take another folder")
+        folder = checkpoint.find(run, for_training=True)
+        return folder, folder
+    if cfg.resume == "auto":
         print("resume=auto: no run of this name has a checkpoint, beginning a new one")
-        return None
-    return checkpoint.find(run, for_training=True)
+    return None, None if cfg.init_from is None else checkpoint.find(cfg.init_from)
 
 
 if __name__ == "__main__":

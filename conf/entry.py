@@ -8,6 +8,7 @@ import secrets
 import shutil
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import datetime
@@ -125,7 +126,10 @@ def _explain(error: Exception, schema: type) -> str:
 
 
 def _fail(message: str):
-    print(f"error: {message}", file=sys.stderr)
+    rank = int(os.environ.get("RANK", 0))
+    if rank > 0:  # if rank 0 has the same to say, torchrun ends this one meanwhile
+        time.sleep(2)
+    print(f"error on rank {rank}: {message}" if rank else f"error: {message}", file=sys.stderr)
     sys.exit(2)
 
 

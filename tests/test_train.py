@@ -151,10 +151,14 @@ def test_another_seed_is_another_run(run):
     assert not same(final(run("one"))[0], final(run("two", "seed=1"))[0])
 
 
-def test_a_finished_run_has_nothing_left_to_do(run):
-    run("first")
+def test_a_finished_run_has_nothing_left_to_do(run, capsys):
+    first = run("first")
+    before = (first / "metrics.jsonl").read_bytes()
+    run("first", "resume=auto")
+    assert "8 steps are done, the run ends at 8; give more steps" in capsys.readouterr().out
+    assert run.code == 0 and (first / "metrics.jsonl").read_bytes() == before
     with pytest.raises(ValueError, match="8 steps are done, the run ends at 8; give more steps"):
-        run("first", "resume=auto")
+        run("fork", f"resume={first}")
 
 
 def test_a_context_longer_than_the_corpus_is_refused_with_the_numbers(run):
@@ -394,7 +398,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_before_the_weights_have_it(run):
 
 @pytest.mark.parametrize("step", [1, 4])
 def test_a_batch_whose_numbers_are_not_finite_changes_nothing(run, monkeypatch, step):
-    plain = ["model.dropout=0", "on_nonfinite=skip"]
+    plain = ["on_nonfinite=skip"]
     without = run("without", *plain, f"skip_batches=[{step - 1}]")
     with monkeypatch.context() as patch:
         at_step(patch, step, break_gradient)
@@ -408,12 +412,11 @@ def test_a_batch_whose_numbers_are_not_finite_changes_nothing(run, monkeypatch, 
 
 
 def test_the_run_stops_at_such_a_batch_and_may_go_on_without_it(run, monkeypatch):
-    plain = ["model.dropout=0"]
-    without = run("without", *plain, "skip_batches=[4]")
+    without = run("without", "skip_batches=[4]")
     at_step(monkeypatch, 5, break_gradient, times=2)
     with pytest.raises(ValueError, match=r"gradient norm nan: it did not happen again .*step 4 is saved"):
-        run("stopping", *plain)
-    resumed = run("stopping", *plain, "resume=auto", "on_nonfinite=skip")
+        run("stopping")
+    resumed = run("stopping", "resume=auto", "on_nonfinite=skip")
     assert rows(without) == rows(resumed) and same(final(without)[0], final(resumed)[0])
 
 
@@ -434,6 +437,57 @@ def test_after_a_jump_the_run_goes_back_and_ends_as_without_that_batch(run, monk
     assert same(final(without)[0], final(back)[0])
     assert [row["step"] for row in rows(back)] == [row["step"] for row in rows(without)]
     assert final(back)[1]["guard"]["skip"] == [step - 1]
+
+
+def test_there_is_something_to_go_back_to_in_a_run_that_began_elsewhere(run, monkeypatch):
+    first = run("first", "stop_after=3")
+    options = [f"resume={first}", "every.checkpoint=100", "spike_window=2", "spike_sigmas=50"]
+    without = run("without", *options, "skip_batches=[4]")
+    at_step(monkeypatch, 2, lambda _, total: total * 10)
+    back = run("back", *options, "on_spike=rollback")
+    assert same(final(without)[0], final(back)[0])
+
+
+def test_with_nothing_to_go_back_to_the_batch_is_skipped(run, monkeypatch, capsys):
+    options = ["spike_window=3", "spike_sigmas=50"]
+    without = run("without", *options, "skip_batches=[4]")
+
+    def spoil(_, total):
+        checkpoint.steps(Path("runs/back"))[0].joinpath("training.pt").write_bytes(b"")
+        return total * 10
+
+    at_step(monkeypatch, 5, spoil)
+    back = run("back", *options, "on_spike=rollback")
+    assert "1 there, none valid: only the batch is skipped" in capsys.readouterr().out
+    assert same(final(without)[0], final(back)[0])
+
+
+@pytest.mark.parametrize("how", ["time", "signal", "signal in a fork"])
+def test_a_run_that_is_ended_before_its_first_step_can_go_on(run, monkeypatch, how):
+    whole, options = run("whole"), ["max_time=0s"] if how == "time" else []
+    if "fork" in how:
+        options += [f"resume={run('first', 'stop_after=3')}"]
+    with monkeypatch.context() as patch:
+        if "signal" in how:
+            real = train.tracking.start
+            patch.setattr(
+                train.tracking,
+                "start",
+                lambda *a, **k: (os.kill(os.getpid(), signal.SIGTERM), real(*a, **k))[1],
+            )
+        parts = run("parts", *options)
+    assert run.code == (0 if how == "time" else 143)
+    assert checkpoint.read_about(checkpoint.find(parts, for_training=True))["step"] == (3 if "fork" in how else 0)
+    run("parts", "resume=auto")
+    assert same(final(whole)[0], final(parts)[0])
+
+
+def test_a_signal_during_an_evaluation_leaves_its_figures_in_the_checkpoint(run, monkeypatch):
+    real = train.evaluate
+    monkeypatch.setattr(train, "evaluate", lambda *a, **k: (os.kill(os.getpid(), signal.SIGTERM), real(*a, **k))[1])
+    folder = run("one", "every.checkpoint=3")
+    assert run.code == 143
+    assert "validation_loss" in checkpoint.read_about(checkpoint.find(folder))
 
 
 def test_jumps_are_counted(run, monkeypatch):

@@ -132,10 +132,14 @@ class Saver:
             return
         try:
             self.writing.result()
-            prune(self.run, self.keep)
         except Exception as error:  # a full disk comes as OSError, RuntimeError or SafetensorError
             self.failed += 1
             self.warn(f"the checkpoint {self.folder} could not be saved, training goes on: {error}")
+        else:
+            try:
+                prune(self.run, self.keep)
+            except (OSError, ValueError) as error:
+                self.warn(f"older checkpoints stay: {error}")
         self.writing = None
 
 
@@ -168,12 +172,12 @@ def _validation_loss(folder: Path) -> float:
 def taken(run: Path, first: bool = True) -> Iterator[None]:
     """A run's folder for this process alone; removes what killed saves left there. Of several ranks the first takes it.
 
-    ValueError where another process has it, or nothing can be written.
+    ValueError where another process has it, or nothing can be written. What it made is gone again if nothing was saved.
     """
     if not first:
         yield
         return
-    folder = run / "checkpoints"
+    folder, was_there = run / "checkpoints", run.exists()
     lock = FileLock(folder / ".lock")
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -193,6 +197,10 @@ def taken(run: Path, first: bool = True) -> Iterator[None]:
         yield
     finally:
         lock.release()
+        if {path.name for path in folder.iterdir()} <= {".lock"}:
+            shutil.rmtree(folder)
+            if not was_there and not any(run.iterdir()):
+                run.rmdir()
 
 
 def _write_json(path: Path, content: dict):
@@ -321,7 +329,10 @@ def set_aside(run: Path, step: int):
 
 def load_training(folder: Path) -> dict:
     """training.pt; a pickle that holds more than plain types and tensors is refused, not run."""
-    return torch.load(folder / "training.pt", map_location="cpu", weights_only=True)
+    saved = torch.load(folder / "training.pt", map_location="cpu", weights_only=True)
+    if "rng" in saved and "guard" not in saved:  # of before there were ranks and guards
+        saved |= {"guard": {}, "rng": [saved["rng"]]}
+    return saved
 
 
 def rng_state() -> dict:

@@ -7,7 +7,7 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -58,6 +58,22 @@ def broadcast(value: Any) -> Any:
     values = [value]
     dist.broadcast_object_list(values, device=torch.device("cpu"))
     return values[0]
+
+
+def agreed(function: Callable, *arguments) -> Any:
+    """What function(*arguments) gives on rank 0, who looks after the folder; on all ranks, a ValueError too."""
+    if size() == 1:
+        return function(*arguments)
+    result, mistake = None, None
+    if rank() == 0:
+        try:
+            result = function(*arguments)
+        except ValueError as error:
+            mistake = str(error)
+    result, mistake = broadcast((result, mistake))
+    if mistake is not None:
+        raise ValueError(mistake)
+    return result
 
 
 def gather(*values: float) -> list[list[float]]:

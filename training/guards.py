@@ -101,12 +101,10 @@ def find_origin(model: nn.Module, pieces: list[dict[str, Tensor]], autocast: tor
     return NOWHERE
 
 
-def report(run: Path, step: int, loss: float, norm: float, origin: dict, texts: list[str]) -> Path:
+def report(path: Path, step: int, loss: float, norm: float, origin: dict, texts: list[str]):
     """Writes down what is known of a step whose numbers are not finite, with the text of its batch."""
-    path = run / f"nonfinite_{step:08}.json"
     numbers = {"step": step, "loss": str(loss), "grad_norm": str(norm)}
     path.write_text(json.dumps({**numbers, **origin, "texts": texts}, indent=2, ensure_ascii=False), encoding="utf-8")
-    return path
 
 
 def describe(origin: dict) -> str:

@@ -12,13 +12,13 @@ TIME_IS_UP = 1  # where a signal's number stands else; none of SIGNALS has it
 class Interruption:
     """Listens for signals (a second one ends the process at once) and watches the time limit, in seconds or None.
 
-    `wanted` is 0, the number of a signal, or TIME_IS_UP. The latter comes early enough for one more step of the longest
-    duration so far, with all that was done in it, and the seconds that `saving` said.
+    `wanted` is 0, the number of a signal, or TIME_IS_UP. The latter comes early enough for one more step, with all that
+    may be due behind it, and for the last checkpoint: each as long as the longest step so far.
     """
 
     def __init__(self, max_seconds: float | None, began: float):
         self.began, self.max_seconds = began, max_seconds
-        self.longest, self.last = 0.0, time.monotonic()
+        self.longest, self.last = 0.0, None
         self.signal = 0
 
     def __enter__(self):
@@ -38,7 +38,9 @@ class Interruption:
     def wanted(self) -> int:
         """Asked once a step."""
         now = time.monotonic()
-        self.longest, self.last = max(self.longest, now - self.last), now
+        if self.last is not None:
+            self.longest = max(self.longest, now - self.last)
+        self.last = now
         if self.signal:
             return self.signal
         late = self.max_seconds is not None and now - self.began + 2 * self.longest > self.max_seconds
