@@ -490,6 +490,29 @@ def test_a_signal_during_an_evaluation_leaves_its_figures_in_the_checkpoint(run,
     assert "validation_loss" in checkpoint.read_about(checkpoint.find(folder))
 
 
+@pytest.mark.parametrize("stop", [3, 5])
+def test_fp16_skips_what_its_scale_was_too_large_for_and_remembers_the_scale(run, monkeypatch, stop):
+    """Here with fp32: an overflow is counted and halves the scale, and resuming changes nothing."""
+    real = torch.amp.GradScaler
+    monkeypatch.setattr(torch.amp, "GradScaler", lambda device, enabled: real(device, enabled=True))
+
+    def overflow(forward, total):
+        next(forward.parameters()).grad.view(-1)[0] = math.inf
+        return total
+
+    def part(name: str, at: int, *overrides: str) -> Path:
+        with monkeypatch.context() as patch:
+            at_step(patch, at, overflow)
+            return run(name, *overrides)
+
+    whole = part("whole", 4)
+    assert [row["skipped"] for row in rows(whole)] == [0, 0, 1, 1, 1]
+    assert "loss" not in rows(whole)[2] and "loss" in rows(whole)[3]
+    assert final(whole)[1]["scaler"]["scale"] == 2.0**15
+    part("parts", 4, f"stop_after={stop}")
+    assert equal(whole, part("parts", 4 - stop, "resume=auto"))
+
+
 def test_jumps_are_counted(run, monkeypatch):
     at_step(monkeypatch, 5, lambda _, total: total * 10)
     assert [row["spikes"] for row in rows(run("one", "spike_window=3", "spike_sigmas=50"))] == [0, 0, 0, 1, 1]

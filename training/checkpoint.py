@@ -15,6 +15,7 @@ import hashlib
 import json
 import math
 import os
+import pickle
 import re
 import secrets
 import shutil
@@ -329,7 +330,11 @@ def set_aside(run: Path, step: int):
 
 def load_training(folder: Path) -> dict:
     """training.pt; a pickle that holds more than plain types and tensors is refused, not run."""
-    saved = torch.load(folder / "training.pt", map_location="cpu", weights_only=True)
+    try:
+        saved = torch.load(folder / "training.pt", map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        reason = " ".join(str(error).split("\n")[0].split())
+        raise ValueError(f"{folder}/training.pt holds more than numbers and is not opened: {reason}") from error
     if "rng" in saved and "guard" not in saved:  # of before there were ranks and guards
         saved |= {"guard": {}, "rng": [saved["rng"]]}
     return saved
