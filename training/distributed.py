@@ -15,8 +15,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
-from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from model.gpt import GPT
@@ -128,6 +126,8 @@ def spread(model: GPT, forward: nn.Module, how: str, precision: str) -> nn.Modul
     if how == "ddp":
         device = [torch.cuda.current_device()] if torch.cuda.is_available() else None
         return DistributedDataParallel(forward, device_ids=device, gradient_as_bucket_view=True)
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")  # nobody changes it in place
     half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
     policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32 if half else None)
@@ -156,15 +156,21 @@ def whole(value: Any) -> Any:
         return {name: whole(one) for name, one in value.items()}
     if isinstance(value, list):
         return [whole(one) for one in value]
-    if isinstance(value, DTensor):
-        value = value.full_tensor()
+    value = unshared(value)
     return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
+
+
+def unshared(value: Any) -> Any:
+    """The whole of a tensor of which each rank holds a share (a DTensor, whose import takes a second)."""
+    return value.full_tensor() if hasattr(value, "full_tensor") else value
 
 
 def share(tensor: Tensor, like: Tensor) -> Tensor:
     """Of a whole tensor what this rank holds of `like`."""
-    if not isinstance(like, DTensor) or tensor.shape != like.shape:
+    if not hasattr(like, "full_tensor") or tensor.shape != like.shape:
         return tensor
+    from torch.distributed.tensor import distribute_tensor
+
     return distribute_tensor(tensor.to(like.device), like.device_mesh, like.placements)
 
 

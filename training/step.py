@@ -4,9 +4,8 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
-from training.distributed import size, synchronised
+from training.distributed import size, synchronised, unshared
 
 
 def micro_batches(batch: dict[str, Tensor], rows: int) -> Iterator[dict[str, Tensor]]:
@@ -46,7 +45,7 @@ def gradient_norm(optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler
     """Of all gradients, unscaled first."""
     scaler.unscale_(optimizer)
     gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-    return _full(nn.utils.get_total_norm(gradients))
+    return unshared(nn.utils.get_total_norm(gradients))
 
 
 def update(
@@ -73,8 +72,4 @@ def update(
     if not measure:
         return None
     change = nn.utils.get_total_norm([new - old for new, old in zip(weights, before, strict=True)])
-    return _full(change) / _full(nn.utils.get_total_norm(before))
-
-
-def _full(norm: Tensor) -> Tensor:
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+    return unshared(change) / unshared(nn.utils.get_total_norm(before))
