@@ -49,11 +49,11 @@ def train(cfg: Train, run: Path, group: str | None = None) -> int:
         return 0
     began, run = time.monotonic(), distributed.broadcast(run)
     with checkpoint.taken(run, distributed.rank() == 0):
-        return steps_of(cfg, run, group, began)
+        return _train(cfg, run, group, began)
 
 
-def steps_of(cfg: Train, run: Path, group: str | None, began: float) -> int:
-    """The story itself."""
+def _train(cfg: Train, run: Path, group: str | None, began: float) -> int:
+    """The same, in a folder that is ours alone; `began` is when the time for max_time began."""
     first = distributed.rank() == 0
 
     # --- from the beginning, or from a checkpoint ---
@@ -187,12 +187,12 @@ def steps_of(cfg: Train, run: Path, group: str | None, began: float) -> int:
             save(step, {})
 
     def roll_back() -> int:
-        """To the last checkpoint; what is to be skipped from now on stays known. -> its step. ValueError if none is."""
+        """To the last checkpoint -> its step; what jumped, and is to be skipped, stays known. ValueError if none is."""
         saver.wait()
-        folder, skip = distributed.agreed(checkpoint.find, run, True), guard.skip
+        folder, skip, spikes = distributed.agreed(checkpoint.find, run, True), guard.skip, guard.spikes
         distributed.load_weights(model, checkpoint.read_weights(folder))
         remember(checkpoint.load_training(folder))
-        guard.skip, step = skip, checkpoint.read_about(folder)["step"]
+        guard.skip, guard.spikes, step = skip, spikes, checkpoint.read_about(folder)["step"]
         if first:
             checkpoint.set_aside(run, step)
         return step

@@ -124,7 +124,7 @@ class Tracking:
 
 @dataclass
 class DeviceSpec:
-    """A device as its maker and its renters describe it; for estimates only."""
+    """A device as its maker and its renters describe it, for estimates and for the mfu of a run on it."""
 
     name: str
     kind: str = one_of("gpu", "cpu")

@@ -437,6 +437,7 @@ def test_after_a_jump_the_run_goes_back_and_ends_as_without_that_batch(run, monk
     assert same(final(without)[0], final(back)[0])
     assert [row["step"] for row in rows(back)] == [row["step"] for row in rows(without)]
     assert final(back)[1]["guard"]["skip"] == [step - 1]
+    assert final(back)[1]["guard"]["spikes"] == rows(back)[-1]["spikes"] == 1
 
 
 def test_there_is_something_to_go_back_to_in_a_run_that_began_elsewhere(run, monkeypatch):

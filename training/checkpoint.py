@@ -314,7 +314,7 @@ def check_same_model(folder: Path, model: GPT):
 def check_same_tokenizer(folder: Path, tokenizer):
     """ValueError unless the checkpoint's gives the same ids."""
     about = read_about(folder)
-    if about["tokenizer_hash"] != tokenizer.fingerprint():
+    if about.get("tokenizer_hash") != tokenizer.fingerprint():
         raise ValueError(
             f"{folder} has learned with another tokenizer, of {about['arguments']['vocab_size']} tokens, than this "
             f"run's, of {tokenizer.vocab_size}: take tokenizer=saved tokenizer.path={folder / 'tokenizer'}"
