@@ -24,7 +24,7 @@ from training.interruption import Interruption
 from training.metrics import MetricsLog, Screen, Stopwatch, peak_memory
 from training.optimizer import build_optimizer
 from training.run_folder import describe, differences, record_environment
-from training.schedule import learning_rate
+from training.schedule import rate_factor
 from training.step import compute_gradients, gradient_norm, micro_batches, update
 
 
@@ -62,6 +62,9 @@ def _train(cfg: Train, run: Path, group: str | None, began: float) -> int:
     if folder is not None:
         start, saved = checkpoint.read_about(folder)["step"], checkpoint.load_training(folder)
         print(f"resuming from {folder}: {start} steps are done")
+        before = saved["config"]["optimizer"]["name"]
+        if before != cfg.optimizer.name:
+            raise ValueError(f"{folder} was trained with optimizer={before}, got {cfg.optimizer.name}: take that one")
         for difference in differences(saved["config"], asdict(cfg)):
             print(f"a setting has changed: {difference}")
     end = min(cfg.steps, cfg.stop_after or cfg.steps)
@@ -136,8 +139,9 @@ def _train(cfg: Train, run: Path, group: str | None, began: float) -> int:
     model.train()
 
     # --- what changes its weights, and what it remembers ---
-    o, s = cfg.optimizer, cfg.schedule
-    optimizer = build_optimizer(model, lr=o.lr, betas=o.betas, eps=o.eps, weight_decay=o.weight_decay)
+    settings = asdict(cfg.optimizer)
+    clip = settings.pop("clip")
+    optimizer = build_optimizer(model, choices["precision"], **settings)
     scaler = torch.amp.GradScaler(device.type, enabled=choices["precision"] == "fp16")
     samples: list[dict] = []
     guard = guards.Guard()
@@ -280,9 +284,9 @@ def _train(cfg: Train, run: Path, group: str | None, began: float) -> int:
             # a step: gradients, a look at them, the update
             due = {what: (step + 1) % n == 0 or step + 1 == cfg.steps for what, n in asdict(cfg.every).items()}
             due |= {"row": due["log"] or due["evaluate"], "checkpoint": due["checkpoint"] or step + 1 == end}
-            lr = learning_rate(step, steps=cfg.steps, peak=o.lr, warmup=s.warmup, decay=s.decay, final=s.final)
+            factor = rate_factor(step, cfg.steps, **asdict(cfg.schedule))
             row = {"step": step + 1, "tokens": (step + 1) * cfg.batch_tokens, "epoch": batches.epoch(step + 1)}
-            row |= {"lr": lr}
+            row |= {"lr": factor * cfg.optimizer.lr}
             if step in guard.skip:
                 guard.passed_over()
             else:
@@ -303,7 +307,9 @@ def _train(cfg: Train, run: Path, group: str | None, began: float) -> int:
                     loss = sum(distributed.gather(total.item())[0]) / sum(counts)
                 healthy = guards.finite(loss, norm.item())
                 if not healthy and scaler.is_enabled() and guards.finite(loss) and scaler.get_scale() >= 1:
-                    update(optimizer, scaler, lr=lr, norm=norm, clip=o.clip)  # fp16: the scaler skips it, and shrinks
+                    update(
+                        optimizer, scaler, factor=factor, norm=norm, clip=clip
+                    )  # fp16: the scaler skips it, and shrinks
                     guard.passed_over()
                 elif not healthy:
                     what = explain_nonfinite(step, batch, loss, norm.item(), rng)
@@ -311,7 +317,7 @@ def _train(cfg: Train, run: Path, group: str | None, began: float) -> int:
                         ensure_saved(step)  # which has not seen this batch
                         saver.wait()
                         there = f"step {step} is saved: " if not saver.failed else ""
-                        hint = f"resume=auto with on_nonfinite=skip, or a lower optimizer.lr than {o.lr}"
+                        hint = f"resume=auto with on_nonfinite=skip, or a lower optimizer.lr than {cfg.optimizer.lr}"
                         raise ValueError(f"{what}; {there}try {hint}")
                     guard.not_finite()
                     screen.say(f"{what}; the batch is skipped")
@@ -334,7 +340,7 @@ def _train(cfg: Train, run: Path, group: str | None, began: float) -> int:
                         last_step, last_seconds = step, watch.seconds()
                         continue
                 else:
-                    ratio = update(optimizer, scaler, lr=lr, norm=norm, clip=o.clip, measure=due["row"])
+                    ratio = update(optimizer, scaler, factor=factor, norm=norm, clip=clip, measure=due["row"])
                     row |= {"loss": loss, "grad_norm": norm.item()}
                     if due["row"]:
                         row["update_ratio"] = ratio.item()

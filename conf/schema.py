@@ -81,8 +81,12 @@ class Tokenizer:
 
 @dataclass
 class Optimizer:
-    name: str = one_of("adamw")
+    name: str = one_of("adamw", "muon")
     lr: float = number(above=0)
+    lr_embedding: float = number(above=0)
+    lr_head: float = number(above=0)
+    lr_gain: float = number(above=0)
+    momentum: float | None = number(at_least=0, below=1)
     betas: list[float] = number(at_least=0, below=1)
     eps: float = number(above=0)
     weight_decay: float = number(at_least=0)
@@ -91,8 +95,9 @@ class Optimizer:
 
 @dataclass
 class Schedule:
-    decay: str = one_of("cosine", "linear", "constant")
+    decay: str = one_of("cosine", "linear", "wsd", "constant")
     warmup: int = number(at_least=0)
+    cooldown: float = number(above=0, at_most=1)
     final: float = number(at_least=0, at_most=1)
 
 
@@ -396,6 +401,8 @@ def check_rules(cfg):
     if not isinstance(cfg, Train):
         return
     m, o = cfg.model, cfg.optimizer
+    if o.name == "muon" and o.momentum is None:
+        raise ValueError("optimizer.name=muon needs optimizer.momentum, got null: give for example optimizer=muon")
     if m.d_model % m.n_heads:
         raise ValueError(f"model.d_model must be a multiple of model.n_heads, got {m.d_model} and {m.n_heads}")
     if m.n_kv_heads is not None and m.n_heads % m.n_kv_heads:

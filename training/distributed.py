@@ -175,7 +175,16 @@ def share(tensor: Tensor, like: Tensor) -> Tensor:
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, state: dict):
-    """What it remembers, saved by any number of ranks; how it is set stays as it is."""
+    """What it remembers, saved by any number of ranks; how it is set stays as it is.
+
+    ValueError if it was saved by an optimizer that sorts the weights otherwise.
+    """
+    ours, saved = (
+        {group.get("name", "weights"): len(group["params"]) for group in groups}
+        for groups in (optimizer.param_groups, state["param_groups"])
+    )
+    if ours != saved:
+        raise ValueError(f"the checkpoint is of an optimizer for {saved}, this one is for {ours}: take init_from")
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     shares = {
         i: {name: share(value, parameters[i]) if isinstance(value, Tensor) else value for name, value in of_one.items()}

@@ -1,19 +1,163 @@
-"""AdamW, with decay where it belongs."""
+"""What changes the weights: AdamW, or Muon for the matrices inside blocks and AdamW for the rest."""
+
+import math
+from collections import defaultdict
 
 import torch
-from torch import nn
+from einops import rearrange
+from torch import Tensor, nn
+from torch.optim.adamw import adamw
+
+from model import GPT
+from training.distributed import share, unshared
+
+WIDTH = 128  # the d_model for which lr_head is given, where it falls with the width
 
 
-def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
-    """Matrices decay; norms and embeddings do not, and a head tied to the embedding counts as one."""
-    embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-    decay, rest = [], []
+def parameter_groups(
+    model: GPT, *, lr: float, lr_embedding: float, lr_head: float, lr_gain: float, weight_decay: float
+) -> list[dict]:
+    """The weights by what they are, each kind with its `peak` rate: matrices in blocks, head, embeddings, gains.
+
+    Matrices and the head decay; gains, biases and embeddings do not, and a head tied to the embedding counts as one.
+    """
+    tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    kinds = {"matrices": [], "head": [], "embeddings": [], "gains": []}
     for parameter in model.parameters():  # a shared parameter comes once
-        (decay if parameter.ndim == 2 and id(parameter) not in embeddings else rest).append(parameter)
-    return [{"params": decay, "weight_decay": weight_decay}, {"params": rest, "weight_decay": 0.0}]
+        if id(parameter) in tables:
+            kinds["embeddings"].append(parameter)
+        elif parameter is model.head.weight:
+            kinds["head"].append(parameter)
+        else:
+            kinds["matrices" if parameter.ndim == 2 else "gains"].append(parameter)
+    peaks = {"matrices": lr, "head": lr_head, "embeddings": lr_embedding, "gains": lr_gain}
+    return [
+        {
+            "name": kind,
+            "params": parameters,
+            "lr": peaks[kind],
+            "peak": peaks[kind],
+            "weight_decay": weight_decay if kind in ("matrices", "head") else 0.0,
+        }
+        for kind, parameters in kinds.items()
+        if parameters
+    ]
 
 
-def build_optimizer(model: nn.Module, *, lr: float, betas: list[float], eps: float, weight_decay: float):
-    """torch's fused AdamW."""
-    groups = parameter_groups(model, weight_decay)
-    return torch.optim.AdamW(groups, lr=lr, betas=tuple(betas), eps=eps, fused=True)
+def build_optimizer(
+    model: GPT,
+    precision: str = "fp32",
+    *,
+    name: str,
+    lr: float,
+    lr_embedding: float,
+    lr_head: float,
+    lr_gain: float,
+    betas: list[float],
+    eps: float,
+    weight_decay: float,
+    momentum: float | None = None,
+) -> torch.optim.Optimizer:
+    """torch's fused AdamW ("adamw"), or Muon ("muon"), which multiplies in `precision` where that is bf16.
+
+    With Muon a rate means the same at every width: lr_head is for d_model WIDTH, and falls as the width grows, since
+    a logit sums up d_model steps of equal size.
+    """
+    if name == "muon":
+        lr_head *= WIDTH / model.arguments["d_model"]
+    rates = {"lr": lr, "lr_embedding": lr_embedding, "lr_head": lr_head, "lr_gain": lr_gain}
+    groups = parameter_groups(model, **rates, weight_decay=weight_decay)
+    if name == "adamw":
+        return torch.optim.AdamW(groups, lr=lr, betas=tuple(betas), eps=eps, fused=True)
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    return Muon(groups, cuts_by_head(model), lr=lr, momentum=momentum, betas=tuple(betas), eps=eps, dtype=dtype)
+
+
+def cuts_by_head(model: GPT) -> dict[Tensor, tuple[int, int]]:
+    """In how many pieces (down, across) Muon takes the matrices of attention: a head's part is a matrix of its own."""
+    cuts = {}
+    for block in model.blocks:
+        attention = block.attention
+        cuts |= {attention.wq.weight: (attention.n_heads, 1), attention.wo.weight: (1, attention.n_heads)}
+        cuts |= {w.weight: (attention.n_kv_heads, 1) for w in (attention.wk, attention.wv)}
+    return cuts
+
+
+def orthogonalised(x: Tensor, steps: int = 5) -> Tensor:
+    """Matrices x (n rows columns), rows <= columns, with all singular values brought near 1.
+
+    Newton-Schulz iteration with the coefficients of "Muon" (Jordan, 2024), which do not converge but reach 0.7 to 1.2
+    in few steps. All n in one batch of products.
+    """
+    a, b, c = 3.4445, -4.7750, 2.0315
+    x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
+    for _ in range(steps):
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x
+
+
+class Muon(torch.optim.Optimizer):
+    """The group "matrices" moves as far in every direction of a matrix ("Muon", Jordan, 2024), the others by AdamW.
+
+    Args:
+        groups: as parameter_groups gives them.
+        cuts: in how many pieces (down, across) a matrix is orthogonalised; one whole where it is not named.
+        momentum: of the gradients of matrices, Nesterov's.
+        betas, eps: AdamW's.
+        dtype: in which matrices are orthogonalised.
+    """
+
+    def __init__(self, groups: list[dict], cuts: dict, *, lr: float, momentum: float, betas, eps: float, dtype):
+        super().__init__(groups, {"lr": lr, "momentum": momentum, "betas": betas, "eps": eps})
+        self.cuts, self.dtype = cuts, dtype
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            parameters = [p for p in group["params"] if p.grad is not None]
+            (self._muon if group["name"] == "matrices" else self._adamw)(group, parameters)
+
+    def _muon(self, group: dict, parameters: list[Tensor]):
+        batches = defaultdict(list)  # pieces of equal shape, to be worked on at once
+        for i, p in enumerate(parameters):
+            state, momentum = self.state[p], group["momentum"]
+            if not state:
+                state["momentum"] = torch.zeros_like(p)
+            state["momentum"].lerp_(p.grad, 1 - momentum)
+            direction = unshared(torch.lerp(p.grad, state["momentum"], momentum))
+            down, across = self.cuts.get(p, (1, 1))
+            pieces = rearrange(direction, "(i r) (j c) -> (i j) r c", i=down, j=across).to(self.dtype)
+            tall = pieces.shape[1] > pieces.shape[2]
+            batches[pieces.mT.shape[1:] if tall else pieces.shape[1:]].append((i, tall, pieces.mT if tall else pieces))
+        for batch in batches.values():
+            result = orthogonalised(torch.cat([pieces for _, _, pieces in batch]))
+            for (i, tall, _), o in zip(batch, result.split([len(pieces) for _, _, pieces in batch]), strict=True):
+                p = parameters[i]
+                down, across = self.cuts.get(p, (1, 1))
+                o = rearrange(o.mT if tall else o, "(i j) r c -> (i r) (j c)", i=down, j=across).to(p.dtype)
+                rate = group["lr"] * math.sqrt(max(1, p.shape[0] / p.shape[1]))
+                p.mul_(1 - group["lr"] * group["weight_decay"]).add_(share(o, p), alpha=-rate)
+
+    def _adamw(self, group: dict, parameters: list[Tensor]):
+        for p in parameters:
+            if not self.state[p]:
+                zeros = {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+                self.state[p].update(step=torch.zeros((), device=p.device), **zeros)
+        states = [self.state[p] for p in parameters]
+        adamw(
+            parameters,
+            [p.grad for p in parameters],
+            [state["exp_avg"] for state in states],
+            [state["exp_avg_sq"] for state in states],
+            [],
+            [state["step"] for state in states],
+            fused=True,
+            amsgrad=False,
+            maximize=False,
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+        )

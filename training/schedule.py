@@ -3,18 +3,20 @@
 import math
 
 
-def learning_rate(step: int, *, steps: int, peak: float, warmup: int, decay: str, final: float) -> float:
-    """The rate of step 0 .. steps - 1.
+def rate_factor(step: int, steps: int, *, warmup: int, decay: str, cooldown: float, final: float) -> float:
+    """What the peak rates are multiplied by in step 0 .. steps - 1.
 
-    Rises in a line over `warmup` steps, from peak / warmup at step 0 to the peak, then falls to final * peak at the
-    end: along half a "cosine", in a "linear" way, or not at all ("constant").
+    Rises in a line over `warmup` steps, from 1 / warmup at step 0 to 1, then falls to `final` at the end: along half a
+    "cosine", in a "linear" way, level and then linear over the last share `cooldown` of the run ("wsd": warm-up,
+    stable, decay; "MiniCPM", 2024), or not at all ("constant").
     """
     if step < warmup:
-        return peak * (step + 1) / warmup
-    done = (step - warmup) / max(1, steps - warmup)
+        return (step + 1) / warmup
+    left = 1 - (step - warmup) / max(1, steps - warmup)
     remaining = {
-        "cosine": 0.5 * (1 + math.cos(math.pi * done)),
-        "linear": 1 - done,
+        "cosine": 0.5 * (1 - math.cos(math.pi * left)),
+        "linear": left,
+        "wsd": min(1.0, left / cooldown),
         "constant": 1.0,
     }[decay]
-    return peak * (final + (1 - final) * remaining)
+    return final + (1 - final) * remaining

@@ -52,19 +52,20 @@ def update(
     optimizer: torch.optim.Optimizer,
     scaler: torch.amp.GradScaler,
     *,
-    lr: float,
+    factor: float,
     norm: Tensor,
     clip: float,
     measure: bool = False,
 ) -> Tensor | None:
     """Changes the weights by gradients that are scaled down to the norm `clip` where theirs is larger.
 
+    Each group's rate is its peak times `factor`.
     `measure` gives the size of the change against that of the weights, both as norms: 1e-3 or so in a healthy run.
     """
     weights = [p.detach() for group in optimizer.param_groups for p in group["params"]]
     before = [w.clone() for w in weights] if measure else None
     for group in optimizer.param_groups:
-        group["lr"] = lr
+        group["lr"] = group["peak"] * factor
         nn.utils.clip_grads_with_norm_(group["params"], clip, norm)
     scaler.step(optimizer)
     scaler.update()

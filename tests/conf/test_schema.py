@@ -11,7 +11,7 @@ from model.feed_forward import FEED_FORWARDS
 from model.norm import NORMS
 from model.positions import SCALINGS, SCHEMES
 from training.optimizer import build_optimizer
-from training.schedule import learning_rate
+from training.schedule import rate_factor
 
 CONF = REPOSITORY / "conf"
 
@@ -36,10 +36,11 @@ NEEDS = {
 def test_every_yaml_composes_and_builds(settings, override):
     cfg = settings(override, *NEEDS.get(override, []))
     model = GPT(300, **asdict(cfg.model))
-    o, s = cfg.optimizer, cfg.schedule
-    build_optimizer(model, lr=o.lr, betas=o.betas, eps=o.eps, weight_decay=o.weight_decay)
+    settings = asdict(cfg.optimizer)
+    settings.pop("clip")
+    build_optimizer(model, **settings)
     for step in range(0, cfg.steps, 7):
-        assert learning_rate(step, steps=cfg.steps, peak=o.lr, warmup=s.warmup, decay=s.decay, final=s.final) > 0
+        assert rate_factor(step, cfg.steps, **asdict(cfg.schedule)) > 0
     tokens = torch.randint(300, (1, cfg.seq_len))
     loss, count = model(tokens, targets=tokens)
     assert torch.isfinite(loss) and count == cfg.seq_len

@@ -41,13 +41,15 @@ CASES = {
     "checkpointed, bf16": (300, TINY, {"activation_checkpointing": True, "precision": "bf16"}),
 }
 
+RATES = dict.fromkeys(("lr", "lr_embedding", "lr_head", "lr_gain"), 1e-3)
+
 
 def two_steps(device, vocab_size, shape, *, rows, micro_batch, seq_len, precision, attention, checkpointing=False):
     model = GPT(vocab_size, max_seq_len=seq_len, **shape).to(device)
     model.use_attention(attention)
     if checkpointing:
         checkpoint_activations(model)
-    optimizer = build_optimizer(model, lr=1e-3, betas=[0.9, 0.99], eps=1e-8, weight_decay=0.1)
+    optimizer = build_optimizer(model, name="adamw", **RATES, betas=[0.9, 0.99], eps=1e-8, weight_decay=0.1)
     for _ in range(2):
         tokens, targets = torch.randint(vocab_size, (2, rows, seq_len)).to(device)
         for piece, wanted in zip(tokens.split(micro_batch), targets.split(micro_batch), strict=True):

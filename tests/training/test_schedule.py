@@ -1,13 +1,14 @@
 import pytest
 
-from training.schedule import learning_rate
+from training.schedule import rate_factor
 
 
 def rates(decay: str, warmup: int = 10, final: float = 0.1) -> list[float]:
-    return [learning_rate(t, steps=100, peak=2.0, warmup=warmup, decay=decay, final=final) for t in range(100)]
+    options = {"warmup": warmup, "decay": decay, "cooldown": 0.2, "final": final}
+    return [2.0 * rate_factor(t, 100, **options) for t in range(100)]
 
 
-@pytest.mark.parametrize("decay", ["linear", "cosine", "constant"])
+@pytest.mark.parametrize("decay", ["linear", "cosine", "wsd", "constant"])
 def test_it_rises_to_the_peak_and_never_again(decay):
     values = rates(decay)
     assert values[0] == pytest.approx(0.2)  # above zero from the first step
@@ -29,3 +30,10 @@ def test_half_way_down_linear_and_cosine_meet():
 
 def test_without_warm_up_it_begins_at_the_peak():
     assert rates("cosine", warmup=0)[0] == 2.0
+
+
+def test_wsd_is_level_and_falls_in_a_line_over_the_cooldown():
+    values = rates("wsd", warmup=0, final=0.0)
+    assert set(values[:80]) == {2.0}
+    assert values[90] == pytest.approx(1.0)
+    assert values[-1] == pytest.approx(0.1)
