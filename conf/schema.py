@@ -45,6 +45,8 @@ class Model:
     window: int | None = number(at_least=1)
     dropout: float = number(at_least=0, below=1)
     tied: bool
+    embedding_norm: bool
+    zero_init: bool
     vocab_multiple: int = number(at_least=1)
 
 

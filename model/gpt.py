@@ -72,6 +72,9 @@ class GPT(nn.Module):
         window: a token sees itself and the window - 1 before it only; None: all before it.
         dropout: on embeddings, attention weights and both residual branches.
         tied: the head shares the embedding's matrix.
+        embedding_norm: a norm behind the embedding, whose rows then begin as long as it makes them.
+        zero_init: what writes into the residual stream begins at zero, and the head unless it is tied: a new model
+            finds every token equally likely.
         vocab_multiple: rows of embedding and head, filled up to a multiple of it for speed. No logit comes out of the
             rows too many, and no token of a tokenizer looks them up.
     """
@@ -99,6 +102,8 @@ class GPT(nn.Module):
         window: int | None = None,
         dropout: float = 0.0,
         tied: bool = False,
+        embedding_norm: bool = False,
+        zero_init: bool = False,
         vocab_multiple: int = 1,
     ):
         arguments = dict(locals())
@@ -119,6 +124,7 @@ class GPT(nn.Module):
         self.vocab_size, self.max_seq_len, self.window = vocab_size, max_seq_len, window
         rows = math.ceil(vocab_size / vocab_multiple) * vocab_multiple
         self.embedding = nn.Embedding(rows, d_model)
+        self.embedding_norm = NORMS[norm](d_model, norm_eps) if embedding_norm else None
         self.position_embedding = None
         if positions == "learned":
             self.position_embedding = LearnedPositionalEmbedding(d_model, max_seq_len)
@@ -157,14 +163,19 @@ class GPT(nn.Module):
         """Normal weights; smaller in the 2 n_layers matrices that write into the residual stream, since they add up.
 
         The latter is GPT-2's; the width of the rest makes 0.018 at its size, near its 0.02, and grows as models shrink.
+        With zero_init they are zero ("Fixup Initialization", 2019), and a head of its own is, too.
         """
-        std = 0.5 / math.sqrt(self.arguments["d_model"])
+        zero, std = self.arguments["zero_init"], 0.5 / math.sqrt(self.arguments["d_model"])
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
                 nn.init.normal_(module.weight, std=std)
         for block in self.blocks:
             for matrix in (block.attention.wo, block.feed_forward.down):
-                nn.init.normal_(matrix.weight, std=std / math.sqrt(2 * len(self.blocks)))
+                nn.init.normal_(matrix.weight, std=0.0 if zero else std / math.sqrt(2 * len(self.blocks)))
+        if self.embedding_norm is not None:
+            nn.init.normal_(self.embedding.weight)
+        if zero and not self.arguments["tied"]:
+            nn.init.zeros_(self.head.weight)
 
     def forward(
         self,
@@ -223,6 +234,8 @@ class GPT(nn.Module):
             bias = self.alibi(token_positions.expand_as(tokens) if seen.ndim == 2 else token_positions, seen)
 
         x = self.embedding(tokens)
+        if self.embedding_norm is not None:
+            x = self.embedding_norm(x)
         if self.position_embedding is not None:
             x = self.position_embedding(x, token_positions)
         x = self.dropout(x)

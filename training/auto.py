@@ -63,11 +63,11 @@ def choose(
     asked = {"precision": precision, "compile": compile, "attention": attention, "micro_batch": micro_batch}
     choices = {name: saved.get(name, "auto") if value == "auto" else value for name, value in asked.items()}
     if choices["precision"] == "auto":
-        choices["precision"] = _precision(device)
+        choices["precision"] = choose_precision(device)
     if choices["compile"] == "auto":
         choices["compile"] = _compile(device, flops)
     if choices["attention"] == "auto":
-        choices["attention"] = _attention(device, choices["compile"], choices["precision"], seq_len, soft_cap)
+        choices["attention"] = choose_attention(device, choices["compile"], choices["precision"], seq_len, soft_cap)
     if choices["micro_batch"] == "auto" or rows % choices["micro_batch"]:
         choices["micro_batch"] = _micro_batch(device, rows, seq_len, vocab_size)
     if choices["precision"] == "fp16" and device.type == "cpu":
@@ -75,7 +75,7 @@ def choose(
     return choices
 
 
-def _precision(device: torch.device) -> str:
+def choose_precision(device: torch.device) -> str:
     """bf16 where the hardware multiplies it, else fp16 on CUDA, else fp32.
 
     On a CPU without such units (AMX or AVX-512 BF16), bf16 products are far slower than fp32.
@@ -95,7 +95,7 @@ def _compile(device: torch.device, flops: float) -> bool:
     return device.type == "cpu" and flops > COMPILE_FLOPS_CPU and shutil.which("c++") is not None
 
 
-def _attention(device: torch.device, compiled: bool, precision: str, seq_len: int, soft_cap: float | None) -> str:
+def choose_attention(device: torch.device, compiled: bool, precision: str, seq_len: int, soft_cap: float | None) -> str:
     """Torch's kernel; written out where that cannot, or is slower: compiled for a CPU in bf16, with a small square."""
     if soft_cap is not None:
         return "written"

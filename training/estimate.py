@@ -122,10 +122,12 @@ def memory(
     world: int = 1,
     parallel: str = "ddp",
     activation_checkpointing: bool = False,
+    optimizer: str = "adamw",
 ) -> dict[str, dict[str, int]]:
     """Bytes on one device at the moments of a step that may need most, by what they are for; from the second step on.
 
     rows: of a step, on this device; they pass micro_batch at a time. documents: packing, which needs a mask.
+    optimizer: AdamW keeps two moments of every weight, Muon one of the matrices in blocks, of which it makes copies.
 
     activation_checkpointing: a block keeps its input, and while its backward runs all it would have kept.
     parallel, in a world of several devices: "ddp" holds everything on each; "fsdp" weights, gradients and optimizer
@@ -148,6 +150,8 @@ def memory(
     recomputed = block - stream if activation_checkpointing else 0
     ends = 2 * stream + 4 * tokens + (stream // 2 if half else stream)  # the last norm and what the head reads
     begin = batch + (stream // (4 if gpu else 1) if m["dropout"] else 0)
+    if m["embedding_norm"]:
+        begin += 2 * stream + 4 * tokens
 
     # autocast's copies of matrices: products keep them for the backward; FSDP's are gathered in that type
     copies = 2 if half and not sharded else 0
@@ -162,7 +166,8 @@ def memory(
             return WEIGHT * n  # in the buckets in which they travel, which stay
         return WEIGHT * (n // world if sharded else done)
 
-    fixed = {"weights": WEIGHT * n, "optimizer": 2 * WEIGHT * n}
+    orthogonal = in_block * len(model.blocks) if optimizer == "muon" else 0
+    fixed = {"weights": WEIGHT * n, "optimizer": WEIGHT * (2 * n - orthogonal)}
     if sharded:
         fixed = {name: size // world for name, size in fixed.items()}
         fixed["gathered"] = width * (n_outside + 2 * n_block) + WEIGHT * max(n_block, n_outside)
@@ -204,6 +209,7 @@ def memory(
             "activations": begin,
             "working": 2 * stream,
         },
+        "update": {"gradients": gradients(n), "activations": batch, "working": 3 * WEIGHT * orthogonal},
     }
     return {moment: fixed | sizes for moment, sizes in moments.items()}
 
@@ -268,6 +274,7 @@ def report(settings: dict, vocab_size: int, vocabulary: str) -> str:
         saved={},
     )
     plan = {name: s[name] for name in ("seq_len", "parallel", "activation_checkpointing")}
+    plan["optimizer"] = s["optimizer"]["name"]
     plan |= {"precision": precision, "attention": choices["attention"], "documents": s["packing"] == "documents"}
     room, micro_batch = spec["memory"] - (RESERVED if gpu else 0), choices["micro_batch"]
 
@@ -321,7 +328,7 @@ def report(settings: dict, vocab_size: int, vocabulary: str) -> str:
 
 WHAT = {
     "weights": "fp32",
-    "optimizer": "AdamW's two moments, fp32",
+    "optimizer": "moments, fp32",
     "gathered": "of FSDP: what is whole for a while",
     "gradients": "fp32",
     "copies": "of the matrices, in 2 bytes, for autocast",

@@ -21,6 +21,7 @@ ARCHITECTURES = [
     {"soft_cap": 2.0},
     {"norm": "layernorm", "feed_forward": "gelu"},
     {"feed_forward": "relu2", "vocab_multiple": 8},
+    {"embedding_norm": True, "zero_init": True},
 ]
 architectures = pytest.mark.parametrize("arguments", ARCHITECTURES, ids=str)
 schemes = pytest.mark.parametrize("positions", SCHEMES)

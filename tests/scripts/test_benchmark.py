@@ -5,7 +5,7 @@ from pathlib import Path
 
 from conf.entry import REPOSITORY
 from model.generation import next_logits
-from scripts import benchmark
+from scripts.benchmarks import generate
 
 
 def test_the_benchmark_of_data_measures_both_sides(monkeypatch):
@@ -24,10 +24,10 @@ def test_the_benchmark_of_data_measures_both_sides(monkeypatch):
 def test_the_benchmark_of_generation_races_equal_weights(monkeypatch, capsys):
     """In miniature, and without compiling: all contestants run, and ours writes what Hugging Face's writes."""
     shape = {"d_model": 32, "n_layers": 2, "n_heads": 2, "d_ff": 48, "tied": True}
-    monkeypatch.setattr(benchmark, "SHAPE", shape)
-    monkeypatch.setattr(benchmark, "VOCABULARY", 64)
-    monkeypatch.setattr(benchmark, "compile_step", lambda model, rows, warn: next_logits)
-    results = benchmark.generation(new_tokens=8, batch=3, far=130, rounds=1, threads=1, device="cpu", peer=None)
+    monkeypatch.setattr(generate, "SHAPE", shape)
+    monkeypatch.setattr(generate, "VOCABULARY", 64)
+    monkeypatch.setattr(generate, "compile_step", lambda model, rows, warn: next_logits)
+    results = generate.generation(new_tokens=8, batch=3, far=130, rounds=1, threads=1, device="cpu", peer=None)
     single, position, memory, batch, memory_of_batch = results
     contestants = ["inkling, compiled", "inkling", "inkling int8, compiled", "inkling int8", "Hugging Face"]
     assert list(single["measured"]) == list(batch["measured"]) == contestants

@@ -19,7 +19,7 @@ from training.optimizer import build_optimizer
 DEFAULT = {"d_model": 128, "n_layers": 4, "n_heads": 4, "d_ff": 384, "qk_norm": True}
 LARGER = {**DEFAULT, "d_model": 320, "d_ff": 864}
 TINY = {**DEFAULT, "d_model": 32, "n_layers": 1, "n_heads": 2, "d_ff": 64}
-STEP = {"rows": 8, "micro_batch": 8, "seq_len": 128, "precision": "fp32", "attention": "fused"}
+STEP = {"rows": 8, "micro_batch": 8, "seq_len": 128, "precision": "fp32", "attention": "fused", "optimizer": "adamw"}
 CASES = {
     "default": (2048, DEFAULT, {}),
     "one row at a time": (2048, DEFAULT, {"micro_batch": 1}),
@@ -31,6 +31,8 @@ CASES = {
     "large vocabulary": (50_257, TINY, {"rows": 2, "micro_batch": 1}),
     "large vocabulary, tied": (50_257, {**TINY, "tied": True}, {"rows": 1, "micro_batch": 1}),
     "dropout": (2048, {**DEFAULT, "dropout": 0.1}, {}),
+    "muon": (2048, {**DEFAULT, "embedding_norm": True}, {"optimizer": "muon"}),
+    "muon, few tokens": (65, LARGER, {"optimizer": "muon", "rows": 1, "micro_batch": 1, "seq_len": 32}),
     "dropout, bf16": (2048, {**TINY, "dropout": 0.1}, {"precision": "bf16"}),
     "another model": (
         300,
@@ -44,12 +46,15 @@ CASES = {
 RATES = dict.fromkeys(("lr", "lr_embedding", "lr_head", "lr_gain"), 1e-3)
 
 
-def two_steps(device, vocab_size, shape, *, rows, micro_batch, seq_len, precision, attention, checkpointing=False):
+def two_steps(
+    device, vocab_size, shape, *, rows, micro_batch, seq_len, precision, attention, optimizer, checkpointing=False
+):
     model = GPT(vocab_size, max_seq_len=seq_len, **shape).to(device)
     model.use_attention(attention)
     if checkpointing:
         checkpoint_activations(model)
-    optimizer = build_optimizer(model, name="adamw", **RATES, betas=[0.9, 0.99], eps=1e-8, weight_decay=0.1)
+    settings = RATES | {"betas": [0.9, 0.99], "eps": 1e-8, "weight_decay": 0.1, "momentum": 0.9}
+    optimizer = build_optimizer(model, precision, name=optimizer, **settings)
     for _ in range(2):
         tokens, targets = torch.randint(vocab_size, (2, rows, seq_len)).to(device)
         for piece, wanted in zip(tokens.split(micro_batch), targets.split(micro_batch), strict=True):
