@@ -40,25 +40,32 @@ int64_t up_to(int64_t n, int64_t multiple) { return (n + multiple - 1) / multipl
 // A block of `left` with so many rows, times a packed panel: all sums in registers.
 template <int N>
 void tile(Matrix left, const float* panel, int depth, float* out, int64_t out_row, int width, bool add) {
-  Lanes sums[N][2] = {};
+  Lanes low[N], high[N];  // every loop over them is unrolled: otherwise they would go through memory
+#pragma GCC unroll 6
+  for (int r = 0; r < N; ++r) low[r] = high[r] = Lanes{};
   const float* a = left.data;
   for (int k = 0; k < depth; ++k, a += left.column, panel += PANEL) {
-    const Lanes low = load(panel), high = load(panel + LANES);
+    const Lanes x = load(panel), y = load(panel + LANES);
 #pragma GCC unroll 6
     for (int r = 0; r < N; ++r) {
-      sums[r][0] += a[r * left.row] * low;
-      sums[r][1] += a[r * left.row] * high;
+      low[r] += a[r * left.row] * x;
+      high[r] += a[r * left.row] * y;
     }
   }
-  for (int r = 0; r < N; ++r, out += out_row) {
-    if (width == PANEL) {
-      store(out, add ? load(out) + sums[r][0] : sums[r][0]);
-      store(out + LANES, add ? load(out + LANES) + sums[r][1] : sums[r][1]);
-    } else {
+  if (width < PANEL) {
+#pragma GCC unroll 6
+    for (int r = 0; r < N; ++r, out += out_row) {
       float row[PANEL];
-      std::memcpy(row, sums[r], sizeof row);
+      store(row, low[r]);
+      store(row + LANES, high[r]);
       for (int j = 0; j < width; ++j) out[j] = add ? out[j] + row[j] : row[j];
     }
+    return;
+  }
+#pragma GCC unroll 6
+  for (int r = 0; r < N; ++r, out += out_row) {
+    store(out, add ? load(out) + low[r] : low[r]);
+    store(out + LANES, add ? load(out + LANES) + high[r] : high[r]);
   }
 }
 
