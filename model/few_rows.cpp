@@ -1,10 +1,8 @@
 // What generation spends its time on, for a CPU: products of few rows with a matrix, and attention of one query.
-// model/few_rows.py builds this file, says what it computes, and tests hold it to that.
+// model/few_rows.py says what it computes, and tests hold it to that.
 
 #include <algorithm>
 #include <cmath>
-#include <cstdint>
-#include <cstring>
 #include <optional>
 #include <vector>
 #ifdef __AVX2__
@@ -14,19 +12,13 @@
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
+#include "lanes.h"
+
 using torch::stable::Tensor;
 
 namespace {
 
-constexpr int LANES = 8;           // numbers that one instruction multiplies
-constexpr int PANEL = 2 * LANES;   // outputs whose weights lie side by side; there are four panels, or eight, ...
-typedef float Lanes __attribute__((vector_size(4 * LANES)));
-
-Lanes load(const float* x) {
-  Lanes lanes;
-  std::memcpy(&lanes, x, sizeof lanes);
-  return lanes;
-}
+constexpr int PANEL = 2 * LANES;  // outputs whose weights lie side by side; there are four panels, or eight, ...
 
 Lanes load(const int8_t* x) {
 #ifdef __AVX2__  // compilers do not find these two instructions by themselves
@@ -152,7 +144,7 @@ Tensor attend(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& m
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY(inkling, library) {
+STABLE_TORCH_LIBRARY_FRAGMENT(inkling, library) {
   library.def("linear(Tensor x, Tensor panels, Tensor? scale, int d_out) -> Tensor");
   library.def("attend(Tensor q, Tensor k, Tensor v, Tensor mask) -> Tensor");
 }

@@ -4,72 +4,21 @@ A token's time goes into reading every weight once, for very few rows; torch's k
 weights in the order in which they lie, as four bytes each or as one, two to three times as fast.
 """
 
-import hashlib
-import os
-import shlex
-import subprocess
-import tempfile
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
+from model import native
 from model.attention import CausalMultiHeadAttention, fused_attention
 from model.gpt import GPT
 
 PANEL = 16  # outputs whose weights lie side by side, as in few_rows.cpp
 GROUP = 4 * PANEL  # outputs that it may read at once: weights are filled up to a multiple
 FEW_ROWS = 512  # with more, torch's own product is worth a copy of the weights
-
-
-def kernels_loaded() -> bool:
-    return hasattr(torch.ops.inkling, "attend")
-
-
-def load_kernels(say: Callable[[str], None] = warnings.warn):
-    """Builds few_rows.cpp for this machine when there is no build of it yet; RuntimeError where that fails.
-
-    Takes a C++ compiler and some seconds, once: the result stays where torch keeps extensions (TORCH_EXTENSIONS_DIR),
-    under a name made of all that it is made of.
-    """
-    if kernels_loaded():
-        return
-    source = Path(__file__).with_suffix(".cpp")
-    of_torch = Path(torch.__file__).parent
-    capability = torch.backends.cpu.get_cpu_capability()
-    flags = ["-std=c++20", "-O3", "-shared", "-fPIC", "-Wno-unknown-pragmas"]
-    flags += ["-mavx2", "-mfma"] if capability.startswith("AVX") else []
-    made_of = f"{source.read_text(encoding='utf-8')} {flags} {torch.__version__}"
-    folder = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions")
-    library = folder / f"inkling-few_rows-{hashlib.sha256(made_of.encode()).hexdigest()[:16]}.so"
-    try:
-        if not library.exists():
-            say("building the kernels of generation for this machine, once")
-            folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(dir=folder) as building:  # beside, then renamed: whole or not at all
-                built = Path(building) / library.name
-                compiler = [*shlex.split(os.environ.get("CXX") or "c++"), *flags, str(source), "-o", str(built)]
-                places = [f"-I{of_torch / 'include'}", f"-L{of_torch / 'lib'}", "-ltorch_cpu"]
-                subprocess.run([*compiler, *places], check=True, capture_output=True, text=True)
-                built.replace(library)
-        torch.ops.load_library(str(library))
-    except subprocess.CalledProcessError as error:
-        reason = next((line for line in error.stderr.splitlines() if "error" in line), "the compiler failed")
-        raise RuntimeError(reason) from error
-    except OSError as error:  # no compiler, no place to write, a library that does not load
-        raise RuntimeError(str(error)) from error
-
-    @torch.library.register_fake("inkling::linear")
-    def _(x, panels, scale, d_out):
-        return x.new_empty(x.shape[0], d_out)
-
-    @torch.library.register_fake("inkling::attend")
-    def _(q, k, v, mask):
-        return q.new_empty(q.shape)
 
 
 class PackedLinear(nn.Module):
@@ -82,7 +31,7 @@ class PackedLinear(nn.Module):
     def __init__(self, linear: nn.Linear, int8: bool = False):
         super().__init__()
         weight, scale = linear.weight.detach(), None
-        self.d_out, self.with_kernels = len(weight), kernels_loaded()
+        self.d_out, self.with_kernels = len(weight), native.kernels_loaded()
         fill = -len(weight) % GROUP
         if int8:
             weight = weight.float()
@@ -131,7 +80,7 @@ def for_few_rows(model: GPT, int8: bool = False, warn: Callable[[str], None] = w
     with_kernels = model.embedding.weight.device.type == "cpu" and model.embedding.weight.dtype == torch.float32
     if with_kernels:
         try:
-            load_kernels(warn)
+            native.load_kernels(warn)
         except RuntimeError as error:
             warn(f"the kernels of generation cannot be built, going on without, slower: {error}")
             with_kernels = False

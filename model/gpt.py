@@ -200,12 +200,27 @@ class GPT(nn.Module):
         self._check(tokens, token_positions, padding, documents, cache)
         if cache is not None:
             cache.reserve(*tokens.shape, tokens.device)
-        logits = self.read(tokens, token_positions, padding, documents, cache, at)
+        x = self.hidden(tokens, token_positions, padding, documents, cache, at)
         if cache is not None:
             cache.advance(tokens.shape[1])
-        return logits if targets is None else cross_entropy(logits, targets)
+        return self.logits(x) if targets is None else self.loss(x, targets)
 
-    def read(
+    def logits(self, x: Tensor) -> Tensor:
+        """x (... d_model), the last hidden states -> (... vocab)."""
+        return self.head(x)[..., : self.vocab_size]
+
+    def loss(self, x: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """x (... d_model), the last hidden states, and targets (...) -> the summed loss in nats and its count."""
+        return cross_entropy(self.logits(x), targets)
+
+    def read(self, tokens: Tensor, cache: KVCache | None = None) -> Tensor:
+        """The logits of `forward`, without its checks: from tensors alone, hence to be compiled once for all steps.
+
+        The cache must have room for the tokens and is not advanced.
+        """
+        return self.logits(self.hidden(tokens, cache=cache))
+
+    def hidden(
         self,
         tokens: Tensor,
         token_positions: Tensor | None = None,
@@ -214,10 +229,7 @@ class GPT(nn.Module):
         cache: KVCache | None = None,
         at: Tensor | None = None,
     ) -> Tensor:
-        """What `forward` computes, without its checks: from tensors alone, hence to be compiled once for all steps.
-
-        The cache must have room for the tokens and is not advanced.
-        """
+        """What the head reads (b s d_model), of what `forward` is told; see `read`."""
         s = tokens.shape[1]
         slots = None if cache is None else cache.next_slots(s)
         if token_positions is None:
@@ -243,7 +255,7 @@ class GPT(nn.Module):
             x = block(x, token_positions, mask, None if cache is None else cache.layer(i, slots), bias)
         if at is not None:
             x = x[torch.arange(len(x), device=x.device), at]
-        return self.head(self.norm(x))[..., : self.vocab_size]
+        return self.norm(x)
 
     def _check(self, tokens: Tensor, token_positions, padding, documents, cache: KVCache | None):
         (b, s), start = tokens.shape, cache.length if cache is not None else 0

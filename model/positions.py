@@ -93,10 +93,14 @@ class RotaryPositionalEmbedding(_Fixed):
 
     def forward(self, x: Tensor, token_positions: Tensor) -> Tensor:
         """x (b h s d), token_positions (s,) or (b, s) -> the rotated x."""
-        cos, sin = _look_up(self.cos, token_positions), _look_up(self.sin, token_positions)  # (s i) or (b s i)
+        cos, sin = self.angles(token_positions)
         if token_positions.ndim == 2:
             cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)  # the same for all heads
         return rotate(x, cos, sin, self.pairing)
+
+    def angles(self, token_positions: Tensor) -> tuple[Tensor, Tensor]:
+        """(s,) or (b, s) -> the cosine and sine of every pair there, (s i) or (b s i)."""
+        return _look_up(self.cos, token_positions), _look_up(self.sin, token_positions)
 
     def stretched(self, times: int) -> "RotaryPositionalEmbedding":
         """One that reaches so many times as far, scaled by the same factor more; by YaRN where it was not scaled."""

@@ -7,9 +7,10 @@ import torch
 from torch import nn
 from torch.nn.functional import linear as torch_linear
 
-from model import GPT, few_rows, functional, generate
+from model import GPT, functional, generate, native
 from model.attention import fused_attention
-from model.few_rows import FEW_ROWS, PackedLinear, attention_of_one, for_few_rows, load_kernels
+from model.few_rows import FEW_ROWS, PackedLinear, attention_of_one, for_few_rows
+from model.native import load_kernels
 
 needs_compiler = pytest.mark.skipif(
     shutil.which(shlex.split(os.environ.get("CXX") or "c++")[0]) is None, reason="the kernels need a C++ compiler"
@@ -53,7 +54,7 @@ def test_threads_change_nothing():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 def test_a_byte_a_weight_is_near_the_weight(kernels, rows, dtype, monkeypatch):
     """Within half a step of each row's scale; and the product is that with these bytes."""
-    load_kernels() if kernels else monkeypatch.setattr(few_rows, "kernels_loaded", lambda: False)
+    load_kernels() if kernels else monkeypatch.setattr(native, "kernels_loaded", lambda: False)
     linear, x = nn.Linear(48, 33, bias=False), torch.randn(1, rows, 48, dtype=dtype)
     linear.weight.data *= torch.rand(33, 1) + 0.1
     packed = PackedLinear(linear, int8=True)
@@ -173,7 +174,7 @@ def test_a_quantized_model_says_nearly_what_it_said(small, arguments):
 def test_without_a_compiler_it_goes_on_and_says_so(compiler, int8, small, tmp_path, monkeypatch):
     monkeypatch.setenv("CXX", compiler)
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "extensions"))
-    monkeypatch.setattr(few_rows, "kernels_loaded", lambda: False)
+    monkeypatch.setattr(native, "kernels_loaded", lambda: False)
     model, tokens, said = small().float(), torch.randint(17, (2, 8)), []
     before = model(tokens)
     for_few_rows(model, int8, said.append)

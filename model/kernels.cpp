@@ -1,0 +1,568 @@
+// What training spends its time on, for a CPU: products of matrices, causal attention, and what lies between them.
+// model/kernels.py says what each operation computes, and tests hold it to that. Every sum is added up in an order that
+// depends on the shapes alone, so that threads change no bit.
+
+#include <algorithm>
+#include <cmath>
+#include <optional>
+#include <tuple>
+#include <vector>
+#ifdef __AVX2__
+#include <immintrin.h>
+#endif
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include "lanes.h"
+
+using torch::stable::parallel_for;
+using torch::stable::Tensor;
+
+namespace {
+
+// --- products of matrices: "Anatomy of High-Performance Matrix Multiplication" (2008), and BLIS after it --------------
+
+constexpr int PANEL = 2 * LANES;  // columns of the right matrix that lie side by side once packed
+constexpr int GROUP = 6;          // rows of the left one: with them, 12 of the 16 registers hold sums
+constexpr int DEPTH = 256;        // a panel so deep fits the nearest cache, half of it
+constexpr int ROWS = 16 * GROUP;  // and so many rows of the left matrix the next, together with
+constexpr int COLUMNS = 16 * PANEL;  // so many columns of the right one
+
+struct Matrix {  // a view, transposed or not
+  const float* data;
+  int64_t row, column;  // steps from one to the next
+  Matrix from(int64_t i, int64_t j) const { return {data + i * row + j * column, row, column}; }
+};
+
+int64_t up_to(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
+
+// A block of `left` with so many rows, times a packed panel: all sums in registers.
+template <int N>
+void tile(Matrix left, const float* panel, int depth, float* out, int64_t out_row, int width, bool add) {
+  Lanes low[N], high[N];  // every loop over them is unrolled: otherwise they would go through memory
+#pragma GCC unroll 6
+  for (int r = 0; r < N; ++r) low[r] = high[r] = Lanes{};
+  const float* a = left.data;
+  for (int k = 0; k < depth; ++k, a += left.column, panel += PANEL) {
+    const Lanes x = load(panel), y = load(panel + LANES);
+#pragma GCC unroll 6
+    for (int r = 0; r < N; ++r) {
+      low[r] += a[r * left.row] * x;
+      high[r] += a[r * left.row] * y;
+    }
+  }
+  if (width < PANEL) {
+#pragma GCC unroll 6
+    for (int r = 0; r < N; ++r, out += out_row) {
+      float row[PANEL];
+      store(row, low[r]);
+      store(row + LANES, high[r]);
+      for (int j = 0; j < width; ++j) out[j] = add ? out[j] + row[j] : row[j];
+    }
+    return;
+  }
+#pragma GCC unroll 6
+  for (int r = 0; r < N; ++r, out += out_row) {
+    store(out, add ? load(out) + low[r] : low[r]);
+    store(out + LANES, add ? load(out + LANES) + high[r] : high[r]);
+  }
+}
+
+void tile(int rows, Matrix left, const float* panel, int depth, float* out, int64_t out_row, int width, bool add) {
+  constexpr decltype(&tile<1>) TILES[] = {tile<1>, tile<2>, tile<3>, tile<4>, tile<5>, tile<6>};
+  TILES[rows - 1](left, panel, depth, out, out_row, width, add);
+}
+
+#ifdef __AVX2__
+// 8 x 8 numbers, turned over in registers; one by one they would cost as much as a tenth of the products.
+void transpose8(const float* from, int64_t step, float* to, int64_t to_step) {
+  __m256 r[8], t[8];
+  for (int i = 0; i < 8; ++i) r[i] = _mm256_loadu_ps(from + i * step);
+  for (int i = 0; i < 8; i += 2) {
+    t[i] = _mm256_unpacklo_ps(r[i], r[i + 1]);
+    t[i + 1] = _mm256_unpackhi_ps(r[i], r[i + 1]);
+  }
+  for (int i = 0; i < 8; i += 4) {
+    r[i] = _mm256_shuffle_ps(t[i], t[i + 2], 0x44);
+    r[i + 1] = _mm256_shuffle_ps(t[i], t[i + 2], 0xEE);
+    r[i + 2] = _mm256_shuffle_ps(t[i + 1], t[i + 3], 0x44);
+    r[i + 3] = _mm256_shuffle_ps(t[i + 1], t[i + 3], 0xEE);
+  }
+  for (int i = 0; i < 4; ++i) {
+    _mm256_storeu_ps(to + i * to_step, _mm256_permute2f128_ps(r[i], r[i + 4], 0x20));
+    _mm256_storeu_ps(to + (i + 4) * to_step, _mm256_permute2f128_ps(r[i], r[i + 4], 0x31));
+  }
+}
+#else
+void transpose8(const float* from, int64_t step, float* to, int64_t to_step) {
+  for (int i = 0; i < 8; ++i)
+    for (int j = 0; j < 8; ++j) to[j * to_step + i] = from[i * step + j];
+}
+#endif
+
+// Columns of a matrix as panels (panel, row, PANEL), filled up with zeros.
+void pack_columns(Matrix from, int rows, int columns, float* to) {
+  for (int first = 0; first < columns; first += PANEL, to += int64_t(rows) * PANEL) {
+    const int width = std::min(PANEL, columns - first);
+    const Matrix part = from.from(0, first);
+    int k = 0;
+    if (width == PANEL && part.column == 1)
+      for (; k < rows; ++k) std::memcpy(to + k * PANEL, part.data + k * part.row, PANEL * sizeof(float));
+    else if (width == PANEL && part.row == 1)
+      for (; k + 8 <= rows; k += 8)
+        for (int j = 0; j < PANEL; j += 8) transpose8(part.from(k, j).data, part.column, to + k * PANEL + j, PANEL);
+    for (; k < rows; ++k)
+      for (int j = 0; j < PANEL; ++j) to[k * PANEL + j] = j < width ? *part.from(k, j).data : 0;
+  }
+}
+
+// Rows of a matrix whose rows do not lie side by side as groups (group, column, GROUP).
+void pack_rows(Matrix from, int rows, int columns, float* to) {
+  for (int first = 0; first < rows; first += GROUP, to += int64_t(columns) * GROUP) {
+    const int n = std::min(GROUP, rows - first);
+    for (int k = 0; k < columns; ++k) {
+      const Matrix part = from.from(first, k);
+      if (n == GROUP && part.row == 1)
+        std::memcpy(to + k * GROUP, part.data, GROUP * sizeof(float));
+      else
+        for (int r = 0; r < n; ++r) to[k * GROUP + r] = part.data[r * part.row];
+    }
+  }
+}
+
+// Memory of this thread's own, kept between calls.
+float* scratch(int which, size_t size) {
+  thread_local std::vector<float> memory[8];
+  if (memory[which].size() < size) memory[which].resize(size);
+  return memory[which].data();
+}
+
+void product_alone(Matrix left, Matrix right, float* out, int64_t out_row, int m, int n, int depth, bool add) {
+  float* panels = scratch(0, DEPTH * COLUMNS);
+  float* groups = scratch(1, DEPTH * ROWS);
+  for (int j0 = 0; j0 < n; j0 += COLUMNS)
+    for (int k0 = 0; k0 < depth; k0 += DEPTH) {
+      const int columns = std::min(COLUMNS, n - j0), deep = std::min(DEPTH, depth - k0);
+      pack_columns(right.from(k0, j0), deep, columns, panels);
+      for (int i0 = 0; i0 < m; i0 += ROWS) {
+        const int rows = std::min(ROWS, m - i0);
+        const bool packed = left.column != 1;
+        if (packed) pack_rows(left.from(i0, k0), rows, deep, groups);
+        for (int j = 0; j < columns; j += PANEL)
+          for (int i = 0; i < rows; i += GROUP)
+            tile(std::min(GROUP, rows - i), packed ? Matrix{groups + i * deep, 1, GROUP} : left.from(i0 + i, k0),
+                 panels + j * deep, deep, out + (i0 + i) * out_row + j0 + j, out_row, std::min(PANEL, columns - j),
+                 add || k0 > 0);
+      }
+    }
+}
+
+// out (m n) = left (m depth) right (depth n), or added to it. Threads share the longer side of `out`.
+void product(Matrix left, Matrix right, float* out, int64_t out_row, int m, int n, int depth, bool add) {
+  const bool by_rows = m >= n;
+  const int unit = by_rows ? GROUP : PANEL, units = up_to(by_rows ? m : n, unit) / unit;
+  const int64_t work = int64_t(unit) * depth * (by_rows ? n : m);
+  parallel_for(0, units, 1 + (1 << 18) / (1 + work), [&](int64_t begin, int64_t end) {
+    const int first = begin * unit, last = std::min<int64_t>(end * unit, by_rows ? m : n);
+    if (by_rows)
+      product_alone(left.from(first, 0), right, out + first * out_row, out_row, last - first, n, depth, add);
+    else
+      product_alone(left, right.from(0, first), out + first, out_row, m, last - first, depth, add);
+  });
+}
+
+float* numbers(const Tensor& x) { return static_cast<float*>(x.data_ptr()); }
+
+Matrix matrix(const Tensor& x) { return {numbers(x), x.stride(0), x.stride(1)}; }
+
+void multiply(Tensor out, const Tensor& left, const Tensor& right, bool add) {
+  STD_TORCH_CHECK(left.size(1) == right.size(0) && out.size(0) == left.size(0) && out.size(1) == right.size(1) &&
+                  out.stride(1) == 1, "the matrices do not fit each other");
+  product(matrix(left), matrix(right), numbers(out), out.stride(0), out.size(0), out.size(1), left.size(1), add);
+}
+
+// --- vectors ----------------------------------------------------------------------------------------------------------
+
+// exp to 2 units in the last place for x <= 88; below -87, where float32 runs out, 0.
+Lanes exp(Lanes x) {
+  const Lanes inside = x < -87.0f ? Lanes{} - 87.0f : x;  // NaN stays NaN
+  const Lanes shifted = inside * 1.44269504f + 12582912.0f;  // 1.5 * 2^23: the low bits are x / ln 2, rounded
+  const Lanes n = shifted - 12582912.0f;
+  const Lanes r = inside - n * 0.693359375f + n * 2.12194440e-4f;
+  Lanes y = r * 1.9875691500e-4f + 1.3981999507e-3f;  // the polynomial is that of the Cephes library
+  y = y * r + 8.3334519073e-3f;
+  y = y * r + 4.1665795894e-2f;
+  y = y * r + 1.6666665459e-1f;
+  y = y * r + 5.0000001201e-1f;
+  y = y * r * r + r + 1.0f;
+  typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
+  const Ints power = ((Ints)shifted << 23) + 0x3f800000;
+  return x < -87.0f ? Lanes{} : y * (Lanes)power;
+}
+
+float sum(Lanes x) {
+  float total = 0;
+  for (int i = 0; i < LANES; ++i) total += x[i];
+  return total;
+}
+
+// The last numbers of a row, fewer than a vector.
+Lanes load(const float* x, int64_t n, float rest = 0) {
+  if (n >= LANES) return load(x);
+  Lanes lanes = Lanes{} + rest;
+  std::memcpy(&lanes, x, n * sizeof(float));
+  return lanes;
+}
+
+void store(float* x, Lanes lanes, int64_t n) {
+  if (n >= LANES) return store(x, lanes);
+  std::memcpy(x, &lanes, n * sizeof(float));
+}
+
+float dot(const float* x, const float* y, int n) {
+  Lanes sums{};
+  for (int i = 0; i < n; i += LANES) sums += load(x + i, n - i) * load(y + i, n - i);
+  return sum(sums);
+}
+
+// --- causal attention: "FlashAttention" (2022). No square of weights; the backward pass computes them again -----------
+
+constexpr int QUERIES = 8 * GROUP;  // that pass over the keys together
+constexpr int KEYS = 8 * PANEL;     // in the backward pass
+
+Matrix head(const Tensor& x, int64_t b, int64_t h) {
+  return {numbers(x) + b * x.stride(0) + h * x.stride(1), x.stride(2), 1};
+}
+
+// left (m depth) times packed panels, n columns; group by group only as deep, or as wide, as `reach(row)` says.
+template <typename Depth>
+void groups(Matrix left, const float* panels, int panel_rows, float* out, int64_t out_row, int m, int n, bool add,
+            Depth depth) {
+  for (int j = 0; j < n; j += PANEL)
+    for (int i = 0; i < m; i += GROUP)
+      tile(std::min(GROUP, m - i), left.from(i, 0), panels + int64_t(j) * panel_rows, depth(i), out + i * out_row + j,
+           out_row, std::min(PANEL, n - j), add);
+}
+
+// scores (m, keys) = q k^T, without panels of keys that lie behind the last query of a group; `first` is the place of
+// the first query relative to the first key.
+void score(Matrix q, const float* keys, int d, float* scores, int64_t step, int m, int n, int first) {
+  for (int j = 0; j < n; j += PANEL)
+    for (int i = std::max(0, j - first) / GROUP * GROUP; i < m; i += GROUP)
+      tile(std::min(GROUP, m - i), q.from(i, 0), keys + int64_t(j) * d, d, scores + i * step + j, step, PANEL, false);
+}
+
+// One head: y (t d) and the logarithm of each query's sum of exponentials.
+void attend_head(Matrix q, const float* keys, const float* values, float* y, int64_t y_row, float* log_sums, int t,
+                 int d) {
+  const float scale = 1 / std::sqrt(float(d));
+  const int64_t step = up_to(t, PANEL) + PANEL;
+  float* scores = scratch(2, QUERIES * step);
+  for (int q0 = 0; q0 < t; q0 += QUERIES) {
+    const int m = std::min(QUERIES, t - q0);
+    score(q.from(q0, 0), keys, d, scores, step, m, q0 + m, q0);
+    float over[QUERIES];
+    for (int i = 0; i < m; ++i) {
+      float* row = scores + i * step;
+      const int n = q0 + i + 1;
+      Lanes tops = Lanes{} - INFINITY, sums{};
+      for (int j = 0; j < n; j += LANES) {
+        const Lanes x = load(row + j, n - j, -INFINITY);
+        tops = x > tops ? x : tops;
+      }
+      float top = -INFINITY;
+      for (int lane = 0; lane < LANES; ++lane) top = std::max(top, tops[lane]);
+      for (int j = 0; j < n; j += LANES) {
+        const Lanes weights = exp((load(row + j, n - j, -INFINITY) - top) * scale);
+        sums += weights;
+        store(row + j, weights);
+      }
+      std::fill(row + up_to(n, LANES), row + up_to(n, LANES) + LANES, 0.0f);  // as far as the group's last query sees
+      const float total = sum(sums);
+      over[i] = 1 / total;
+      log_sums[q0 + i] = top * scale + std::log(total);
+    }
+    for (int k0 = 0; k0 < q0 + m; k0 += DEPTH)
+      groups({scores + k0, step, 1}, values + int64_t(k0) * PANEL, t, y + q0 * y_row, y_row, m, d, k0 > 0, [&](int i) {
+        return std::clamp(q0 + std::min(i + GROUP, m) - k0, 0, DEPTH);
+      });
+    for (int i = 0; i < m; ++i)
+      for (int j = 0; j < d; ++j) y[(q0 + i) * y_row + j] *= over[i];
+  }
+}
+
+std::tuple<Tensor, Tensor> attention(const Tensor& q, const Tensor& k, const Tensor& v) {
+  const int64_t b = q.size(0), heads = q.size(1), t = q.size(2), d = q.size(3), shared = heads / k.size(1);
+  STD_TORCH_CHECK(q.stride(3) == 1 && k.stride(3) == 1 && v.stride(3) == 1 && k.size(2) == t, "see model/kernels.py");
+  Tensor y = torch::stable::new_empty(q, {b, t, heads, d}), log_sums = torch::stable::new_empty(q, {b, heads, t});
+  parallel_for(0, b * k.size(1), 1, [&](int64_t begin, int64_t end) {
+    for (int64_t n = begin; n < end; ++n) {
+      const int64_t row = n / k.size(1), g = n % k.size(1);
+      float* keys = scratch(0, up_to(t, PANEL) * d);
+      float* values = scratch(1, t * up_to(d, PANEL));
+      const Matrix key = head(k, row, g);
+      pack_columns({key.data, 1, key.row}, d, t, keys);
+      pack_columns(head(v, row, g), t, d, values);
+      for (int64_t h = g * shared; h < (g + 1) * shared; ++h)
+        attend_head(head(q, row, h), keys, values, numbers(y) + (row * t * heads + h) * d, heads * d,
+                    numbers(log_sums) + (row * heads + h) * t, t, d);
+    }
+  });
+  return {y, log_sums};
+}
+
+// What one head adds to the gradients of its queries, keys and values, all with steps of their own from row to row.
+struct Head {
+  Matrix q, y, dy;
+  const float *keys_across, *keys, *values_across, *log_sums;
+  float *dq, *dk, *dv;
+  int64_t dq_row, dk_row;
+};
+
+void attend_head_backward(const Head& head, int t, int d) {
+  const float scale = 1 / std::sqrt(float(d));
+  constexpr int64_t STEP = KEYS + PANEL;  // no power of two: rows would meet in one set of the cache
+  float* weights = scratch(4, QUERIES * STEP);
+  float* slopes = scratch(5, QUERIES * STEP);
+  float* queries = scratch(6, QUERIES * up_to(d, PANEL));
+  float* changes = scratch(7, QUERIES * up_to(d, PANEL));
+  for (int q0 = 0; q0 < t; q0 += QUERIES) {
+    const int m = std::min(QUERIES, t - q0);
+    const Matrix q = head.q.from(q0, 0), dy = head.dy.from(q0, 0);
+    pack_columns(q, m, d, queries);
+    pack_columns(dy, m, d, changes);
+    float shift[QUERIES];
+    for (int i = 0; i < m; ++i) shift[i] = dot(dy.from(i, 0).data, head.y.from(q0 + i, 0).data, d);
+    for (int k0 = 0; k0 < q0 + m; k0 += KEYS) {
+      const int n = std::min(KEYS, q0 + m - k0);
+      score(q, head.keys_across + int64_t(k0) * d, d, weights, STEP, m, n, q0 - k0);
+      score(dy, head.values_across + int64_t(k0) * d, d, slopes, STEP, m, n, q0 - k0);
+      for (int i = 0; i < m; ++i) {
+        float *p = weights + i * STEP, *ds = slopes + i * STEP;
+        const int seen = std::clamp(q0 + i + 1 - k0, 0, n);
+        int j = 0;
+        for (; j < seen; j += LANES) {
+          const Lanes weight = exp(load(p + j, seen - j, -INFINITY) * scale - head.log_sums[q0 + i]);
+          store(p + j, weight);
+          store(ds + j, weight * (load(ds + j, seen - j) - shift[i]) * scale);
+        }
+        for (; j < n; j += LANES) {
+          store(p + j, Lanes{});
+          store(ds + j, Lanes{});
+        }
+      }
+      groups({slopes, STEP, 1}, head.keys + int64_t(k0) * PANEL, t, head.dq + q0 * head.dq_row, head.dq_row, m, d,
+             k0 > 0, [&](int i) { return std::clamp(q0 + std::min(i + GROUP, m) - k0, 0, n); });
+      for (int i = 0; i < n; i += GROUP) {  // keys, of which queries before them know nothing
+        const int from = std::clamp(k0 + i - q0, 0, m), rows = std::min(GROUP, n - i);
+        auto into = [&](const float* left, const float* panels, float* out) {
+          groups({left + from * STEP + i, 1, STEP}, panels + from * PANEL, m, out + (k0 + i) * head.dk_row, head.dk_row,
+                 rows, d, true, [&](int) { return m - from; });
+        };
+        into(slopes, queries, head.dk);
+        into(weights, changes, head.dv);
+      }
+    }
+  }
+}
+
+std::tuple<Tensor, Tensor, Tensor> attention_backward(const Tensor& dy, const Tensor& q, const Tensor& k,
+                                                      const Tensor& v, const Tensor& y, const Tensor& log_sums) {
+  const int64_t b = q.size(0), heads = q.size(1), t = q.size(2), d = q.size(3), kv_heads = k.size(1);
+  STD_TORCH_CHECK(dy.stride(3) == 1, "see model/kernels.py");
+  Tensor dq = torch::stable::new_empty(q, {b, t, heads, d});
+  Tensor dk = torch::stable::new_empty(q, {b, t, kv_heads, d}), dv = torch::stable::new_empty(q, {b, t, kv_heads, d});
+  torch::stable::zero_(dk);
+  torch::stable::zero_(dv);
+  parallel_for(0, b * kv_heads, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t n = begin; n < end; ++n) {
+      const int64_t row = n / kv_heads, g = n % kv_heads, across = up_to(t, PANEL) * d, along = t * up_to(d, PANEL);
+      float *keys_across = scratch(0, across), *values_across = scratch(1, across), *keys = scratch(2, along);
+      const Matrix key = head(k, row, g), value = head(v, row, g);
+      pack_columns({key.data, 1, key.row}, d, t, keys_across);
+      pack_columns({value.data, 1, value.row}, d, t, values_across);
+      pack_columns(key, t, d, keys);
+      const int64_t at = (row * t * kv_heads + g) * d;
+      for (int64_t h = g * (heads / kv_heads); h < (g + 1) * (heads / kv_heads); ++h)
+        attend_head_backward(
+            {head(q, row, h), head(y, row, h), head(dy, row, h), keys_across, keys, values_across,
+             numbers(log_sums) + (row * heads + h) * t, numbers(dq) + (row * t * heads + h) * d, numbers(dk) + at,
+             numbers(dv) + at, heads * d, kv_heads * d}, t, d);
+    }
+  });
+  return {dq, dk, dv};
+}
+
+// --- what lies between ------------------------------------------------------------------------------------------------
+
+constexpr int64_t BATCH = 64;  // rows whose share of a gain's gradient is added up on its own, whatever the threads
+
+// Rows x (rows heads d), each divided by its root mean square times a gain, then turned by angles of its own.
+struct Turn {
+  int64_t rows, heads, d, angles;
+  const float *gain, *cos, *sin;
+  bool interleaved;
+
+  // Turns y (d) in place, or back. Halves may be turned many at once; interleaved pairs one by one.
+  void apply(float* y, int64_t row, float sign) const {
+    const int64_t half = d / 2;
+    const float *c = cos + row % angles * half, *s = sin + row % angles * half;
+    if (interleaved) {
+      for (int64_t i = 0; i < half; ++i) {
+        const float a = y[2 * i], b = y[2 * i + 1], turn = sign * s[i];
+        y[2 * i] = a * c[i] - b * turn;
+        y[2 * i + 1] = a * turn + b * c[i];
+      }
+      return;
+    }
+    for (int64_t i = 0; i < half; i += LANES) {
+      const int64_t n = half - i;
+      const Lanes a = load(y + i, n), b = load(y + half + i, n), turn = sign * load(s + i, n), keep = load(c + i, n);
+      store(y + i, a * keep - b * turn, n);
+      store(y + half + i, a * turn + b * keep, n);
+    }
+  }
+};
+
+Turn turn(const Tensor& x, const std::optional<Tensor>& gain, const std::optional<Tensor>& cos,
+          const std::optional<Tensor>& sin, bool interleaved) {
+  STD_TORCH_CHECK(x.is_contiguous() && (!cos || (cos->is_contiguous() && sin->is_contiguous())), "must be contiguous");
+  return {x.size(0), x.size(1), x.size(2), cos ? cos->size(0) : 1, gain ? numbers(*gain) : nullptr,
+          cos ? numbers(*cos) : nullptr, sin ? numbers(*sin) : nullptr, interleaved};
+}
+
+Tensor norm_turn(const Tensor& x, std::optional<Tensor> gain, double eps, std::optional<Tensor> cos,
+                 std::optional<Tensor> sin, bool interleaved) {
+  const Turn by = turn(x, gain, cos, sin, interleaved);
+  Tensor y = torch::stable::new_empty(x, {by.rows, by.heads, by.d});
+  parallel_for(0, by.rows, 1 + 4096 / (by.heads * by.d), [&](int64_t begin, int64_t end) {
+    for (int64_t n = begin * by.heads; n < end * by.heads; ++n) {
+      const float* in = numbers(x) + n * by.d;
+      float* out = numbers(y) + n * by.d;
+      const float over = by.gain ? 1 / std::sqrt(dot(in, in, by.d) / by.d + float(eps)) : 1;
+      for (int64_t i = 0; i < by.d; ++i) out[i] = by.gain ? in[i] * over * by.gain[i] : in[i];
+      if (by.cos) by.apply(out, n / by.heads, 1);
+    }
+  });
+  return y;
+}
+
+std::tuple<Tensor, Tensor> norm_turn_backward(const Tensor& dy, const Tensor& x, std::optional<Tensor> gain, double eps,
+                                              std::optional<Tensor> cos, std::optional<Tensor> sin, bool interleaved) {
+  STD_TORCH_CHECK(dy.is_contiguous(), "must be contiguous");
+  const Turn by = turn(x, gain, cos, sin, interleaved);
+  const int64_t batches = up_to(by.rows, BATCH) / BATCH, d = by.d;
+  Tensor dx = torch::stable::new_empty(x, {by.rows, by.heads, d}), dgain = torch::stable::new_empty(x, {batches, d});
+  torch::stable::zero_(dgain);
+  parallel_for(0, batches, 1, [&](int64_t begin, int64_t end) {
+    float* turned = scratch(0, d);
+    for (int64_t n = begin * BATCH * by.heads; n < std::min(by.rows, end * BATCH) * by.heads; ++n) {
+      const float* in = numbers(x) + n * d;
+      float *out = numbers(dx) + n * d, *share = numbers(dgain) + n / by.heads / BATCH * d;
+      std::memcpy(by.gain ? turned : out, numbers(dy) + n * d, d * sizeof(float));
+      if (by.cos) by.apply(by.gain ? turned : out, n / by.heads, -1);
+      if (!by.gain) continue;
+      const float over = 1 / std::sqrt(dot(in, in, d) / d + float(eps));
+      for (int64_t i = 0; i < d; ++i) {
+        share[i] += turned[i] * in[i] * over;
+        turned[i] *= by.gain[i];
+      }
+      const float along = dot(turned, in, d) * over * over / d;
+      for (int64_t i = 0; i < d; ++i) out[i] = (turned[i] - in[i] * along) * over;
+    }
+  });
+  for (int64_t n = 1; n < batches; ++n)
+    for (int64_t i = 0; i < d; ++i) numbers(dgain)[i] += numbers(dgain)[n * d + i];
+  return {dx, torch::stable::narrow(dgain, 0, 0, batches ? 1 : 0)};
+}
+
+// f(vectors begin .. end of so many numbers), shared among threads
+template <typename F>
+void each(int64_t numbers, F f) {
+  parallel_for(0, up_to(numbers, LANES) / LANES, 1024, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin * LANES; i < std::min(numbers, end * LANES); i += LANES) f(i, numbers - i);
+  });
+}
+
+Lanes sigmoid(Lanes x) { return 1.0f / (1.0f + exp(-(x < -88.0f ? Lanes{} - 88.0f : x))); }
+
+void silu_times(const Tensor& gate, const Tensor& up, Tensor out) {
+  STD_TORCH_CHECK(gate.is_contiguous() && up.is_contiguous() && out.is_contiguous(), "must be contiguous");
+  each(gate.numel(), [g = numbers(gate), u = numbers(up), y = numbers(out)](int64_t i, int64_t n) {
+    const Lanes x = load(g + i, n);
+    store(y + i, x * sigmoid(x) * load(u + i, n), n);
+  });
+}
+
+void silu_times_backward(const Tensor& dy, const Tensor& gate, const Tensor& up, Tensor dgate, Tensor dup) {
+  STD_TORCH_CHECK(dy.is_contiguous(), "must be contiguous");
+  each(gate.numel(), [c = numbers(dy), g = numbers(gate), u = numbers(up), dg = numbers(dgate),
+                      du = numbers(dup)](int64_t i, int64_t n) {
+    const Lanes x = load(g + i, n), s = sigmoid(x), change = load(c + i, n);
+    store(du + i, change * x * s, n);
+    store(dg + i, change * load(u + i, n) * s * (1.0f + x * (1.0f - s)), n);
+  });
+}
+
+// Logits (rows vocab) become the gradient of the summed loss; gives each row's loss. A negative target has neither.
+Tensor cross_entropy(Tensor logits, const Tensor& targets) {
+  STD_TORCH_CHECK(logits.is_contiguous() && targets.is_contiguous(), "must be contiguous");
+  const int64_t rows = logits.size(0), vocab = logits.size(1);
+  Tensor losses = torch::stable::new_empty(logits, {rows});
+  parallel_for(0, rows, 1 + 4096 / vocab, [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) {
+      float* x = numbers(logits) + row * vocab;
+      const int64_t target = static_cast<const int64_t*>(targets.data_ptr())[row];
+      float& loss = numbers(losses)[row] = 0;
+      if (target < 0) {
+        std::fill(x, x + vocab, 0.0f);
+        continue;
+      }
+      Lanes tops = Lanes{} - INFINITY, sums{};
+      for (int64_t j = 0; j < vocab; j += LANES) {
+        const Lanes some = load(x + j, vocab - j, -INFINITY);
+        tops = some > tops ? some : tops;
+      }
+      float top = -INFINITY;
+      for (int lane = 0; lane < LANES; ++lane) top = std::max(top, tops[lane]);
+      const float right = x[target] - top;
+      for (int64_t j = 0; j < vocab; j += LANES) {
+        const Lanes some = exp(load(x + j, vocab - j, -INFINITY) - top);
+        sums += some;
+        store(x + j, some, vocab - j);
+      }
+      const float total = sum(sums), over = 1 / total;
+      for (int64_t j = 0; j < vocab; ++j) x[j] *= over;
+      x[target] -= 1;
+      loss = std::log(total) - right;
+    }
+  });
+  return losses;
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_FRAGMENT(inkling, library) {
+  library.def("multiply(Tensor(a!) out, Tensor left, Tensor right, bool add) -> ()");
+  library.def("attention(Tensor q, Tensor k, Tensor v) -> (Tensor, Tensor)");
+  library.def("attention_backward(Tensor dy, Tensor q, Tensor k, Tensor v, Tensor y, Tensor log_sums)"
+              " -> (Tensor, Tensor, Tensor)");
+  library.def("norm_turn(Tensor x, Tensor? gain, float eps, Tensor? cos, Tensor? sin, bool interleaved) -> Tensor");
+  library.def("norm_turn_backward(Tensor dy, Tensor x, Tensor? gain, float eps, Tensor? cos, Tensor? sin,"
+              " bool interleaved) -> (Tensor, Tensor)");
+  library.def("silu_times(Tensor gate, Tensor up, Tensor(a!) out) -> ()");
+  library.def("silu_times_backward(Tensor dy, Tensor gate, Tensor up, Tensor(a!) dgate, Tensor(b!) dup) -> ()");
+  library.def("cross_entropy(Tensor(a!) logits, Tensor targets) -> Tensor");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(inkling, CPU, library) {
+  library.impl("multiply", TORCH_BOX(&multiply));
+  library.impl("attention", TORCH_BOX(&attention));
+  library.impl("attention_backward", TORCH_BOX(&attention_backward));
+  library.impl("norm_turn", TORCH_BOX(&norm_turn));
+  library.impl("norm_turn_backward", TORCH_BOX(&norm_turn_backward));
+  library.impl("silu_times", TORCH_BOX(&silu_times));
+  library.impl("silu_times_backward", TORCH_BOX(&silu_times_backward));
+  library.impl("cross_entropy", TORCH_BOX(&cross_entropy));
+}
