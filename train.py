@@ -17,6 +17,7 @@ from data.batches import make_batches
 from data.prepare import planned_vocabulary, prepare
 from model import GPT, generate
 from model.gpt import checkpoint_activations
+from model.kernels import use_kernels
 from training import auto, checkpoint, distributed, estimate, guards, interruption, tracking
 from training.compilation import compile_forward
 from training.evaluation import evaluate
@@ -100,6 +101,7 @@ def _train(cfg: Train, run: Path, group: str | None, began: float) -> int:
         checkpoint.load_weights(weights_of, model)
     choices = auto.choose(
         precision=cfg.precision,
+        kernels=cfg.kernels,
         compile=cfg.compile,
         attention=cfg.attention,
         micro_batch=cfg.micro_batch,
@@ -112,6 +114,7 @@ def _train(cfg: Train, run: Path, group: str | None, began: float) -> int:
         saved=saved.get("choices", {}),
     )
     model.use_attention(choices["attention"])
+    choices["kernels"] = choices["kernels"] and use_kernels(model, warn=print)
     if cfg.activation_checkpointing:
         checkpoint_activations(model)
     autocast = auto.autocast(device, choices["precision"])

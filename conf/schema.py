@@ -151,6 +151,7 @@ class Train:
     seed: int = number(at_least=0)
     device: str
     precision: str = one_of("auto", "fp32", "bf16", "fp16")
+    kernels: bool | str
     compile: bool | str
     attention: str = one_of("auto", "fused", "written")
     batch_tokens: int = number(at_least=1)
@@ -444,8 +445,9 @@ def check_rules(cfg):
         raise ValueError(f"a run begins with resume or with init_from, got both: {cfg.resume} and {cfg.init_from}")
     if cfg.max_time is not None and not re.fullmatch(r"(?=.)(\d+d)?(\d+h)?(\d+m)?(\d+s)?", cfg.max_time):
         raise ValueError(f"max_time must look like 3h50m, 90m or 45s, got {cfg.max_time}")
-    if cfg.compile not in (True, False, "auto"):
-        raise ValueError(f"compile must be auto, true or false, got {cfg.compile}")
+    for name in ("kernels", "compile"):
+        if getattr(cfg, name) not in (True, False, "auto"):
+            raise ValueError(f"{name} must be auto, true or false, got {getattr(cfg, name)}")
     if cfg.schedule.warmup >= cfg.steps:
         raise ValueError(f"schedule.warmup must be below steps, got {cfg.schedule.warmup} and {cfg.steps}")
     if len(o.betas) != 2:

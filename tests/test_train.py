@@ -573,6 +573,13 @@ def test_the_jobs_of_a_multirun_are_runs_of_one_group(tmp_path, monkeypatch):
     assert {"manifest.json", "model.safetensors", "training.pt"} < set(models[0].files)
 
 
+def test_training_by_kernels_is_training_without_them(run):
+    with_kernels, without = run("kernels", "model.dropout=0"), run("torch", "model.dropout=0", "kernels=false")
+    assert final(with_kernels)[1]["choices"]["kernels"] == (shutil.which("c++") is not None)
+    for a, b in zip(rows(with_kernels), rows(without), strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], rel=1e-4)
+
+
 def test_compiled_training_is_eager_training(run):
     eager, compiled = run("eager", "model.dropout=0"), run("compiled", "model.dropout=0", "compile=true")
     assert final(compiled)[1]["choices"]["compile"] == (shutil.which("c++") is not None)
@@ -584,7 +591,7 @@ def test_where_compiling_fails_training_goes_on_without(run, monkeypatch, capsys
     def refuse(*_, **__):
         raise RuntimeError("no compiler here\nand more lines")
 
-    eager = run("eager")
+    eager = run("eager", "kernels=false")
     monkeypatch.setattr(torch, "compile", lambda model, dynamic: refuse)
     compiled = run("compiled", "compile=true")
     assert "torch.compile failed, going on without: RuntimeError: no compiler here\n" in capsys.readouterr().out

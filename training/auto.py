@@ -32,6 +32,7 @@ def choose_device(device: str, deterministic: bool = False) -> torch.device:
     if chosen.type == "cuda":  # fp32 products by tensor cores
         torch.set_float32_matmul_precision("high")
     torch.use_deterministic_algorithms(deterministic or chosen.type == "cpu")
+    torch.utils.deterministic.fill_uninitialized_memory = False  # a tenth of a small step, and nobody reads it
     return chosen
 
 
@@ -45,6 +46,7 @@ def peak_flops(device: torch.device, spec: dict, precision: str) -> float | None
 def choose(
     *,
     precision: str,
+    kernels: bool | str,
     compile: bool | str,
     attention: str,
     micro_batch: int | str,
@@ -60,12 +62,15 @@ def choose(
 
     rows: of a batch; flops: of the whole run; soft_cap: the model's.
     """
-    asked = {"precision": precision, "compile": compile, "attention": attention, "micro_batch": micro_batch}
+    asked = {"precision": precision, "kernels": kernels, "compile": compile, "attention": attention}
+    asked |= {"micro_batch": micro_batch}
     choices = {name: saved.get(name, "auto") if value == "auto" else value for name, value in asked.items()}
     if choices["precision"] == "auto":
         choices["precision"] = choose_precision(device)
+    if choices["kernels"] == "auto":
+        choices["kernels"] = _kernels(device, choices["precision"], choices["compile"])
     if choices["compile"] == "auto":
-        choices["compile"] = _compile(device, flops)
+        choices["compile"] = not choices["kernels"] and _compile(device, flops)
     if choices["attention"] == "auto":
         choices["attention"] = choose_attention(device, choices["compile"], choices["precision"], seq_len, soft_cap)
     if choices["micro_batch"] == "auto" or rows % choices["micro_batch"]:
@@ -86,6 +91,11 @@ def choose_precision(device: torch.device) -> str:
         can = getattr(torch.cpu, "get_capabilities", dict)()  # absent from torch 2.11
         return "bf16" if can.get("amx_bf16") or can.get("avx512_bf16") else "fp32"
     return "fp32"
+
+
+def _kernels(device: torch.device, precision: str, compile: bool | str) -> bool:
+    """On a CPU in fp32, where they are as fast as compiled code without minutes of compiling, given a C++ compiler."""
+    return device.type == "cpu" and precision == "fp32" and compile is not True and shutil.which("c++") is not None
 
 
 def _compile(device: torch.device, flops: float) -> bool:

@@ -262,6 +262,7 @@ def report(settings: dict, vocab_size: int, vocabulary: str) -> str:
         precision = "fp32" if spec["flops_bf16"] is None else "bf16"
     choices = auto.choose(
         precision=precision,
+        kernels=False,
         compile=s["compile"],
         attention=s["attention"],
         micro_batch=s["micro_batch"],

@@ -3,7 +3,7 @@ import torch
 
 from training import auto
 
-ASKED = {"precision": "auto", "compile": "auto", "attention": "auto", "micro_batch": "auto"}
+ASKED = {"precision": "auto", "kernels": False, "compile": "auto", "attention": "auto", "micro_batch": "auto"}
 WORK = {"rows": 32, "seq_len": 128, "vocab_size": 4096, "flops": 1e13, "soft_cap": None, "saved": {}}
 
 
@@ -21,20 +21,32 @@ def test_a_cpu_takes_bf16_only_with_units_for_it(monkeypatch, units, precision):
 
 def test_short_runs_are_not_compiled(monkeypatch):
     monkeypatch.setattr(auto.shutil, "which", lambda name: "/usr/bin/c++")
+    assert choose(flops=1e15, kernels="auto")["compile"] is False  # what kernels do, in fp32 on a CPU
     assert choose(flops=1e9)["compile"] is False
     assert choose(flops=1e15)["compile"] is True
     monkeypatch.setattr(auto.shutil, "which", lambda name: None)
     assert choose(flops=1e15)["compile"] is False
 
 
+def test_kernels_are_for_fp32_on_a_cpu_with_a_compiler(monkeypatch):
+    monkeypatch.setattr(auto.shutil, "which", lambda name: "/usr/bin/c++")
+    assert choose(precision="fp32", kernels="auto")["kernels"] is True
+    assert choose(precision="bf16", kernels="auto")["kernels"] is False
+    assert choose(precision="fp32", kernels="auto", compile=True)["kernels"] is False
+    assert choose(precision="fp32", kernels="auto", device="cuda")["kernels"] is False
+    monkeypatch.setattr(auto.shutil, "which", lambda name: None)
+    assert choose(precision="fp32", kernels="auto")["kernels"] is False
+
+
 def test_what_was_asked_for_or_saved_is_kept():
     assert choose(precision="bf16", compile=True, attention="written", micro_batch=8) == {
         "precision": "bf16",
+        "kernels": False,
         "compile": True,
         "attention": "written",
         "micro_batch": 8,
     }
-    saved = {"precision": "bf16", "compile": True, "attention": "written", "micro_batch": 2}
+    saved = {"precision": "bf16", "kernels": False, "compile": True, "attention": "written", "micro_batch": 2}
     assert choose(saved=saved) == saved
     assert choose(saved=saved, attention="fused")["attention"] == "fused"
 
