@@ -135,7 +135,9 @@ def _train(cfg: Train, run: Path, group: str | None, began: float) -> int:
     if choices["compile"]:
         print("compiling, once", flush=True)
         compiling = time.perf_counter()
-        forward = compile_forward(model, some, autocast, warn=print)
+        # FSDP's hooks are on the model itself
+        regional = ranks == 1 or cfg.parallel == "ddp"
+        forward = compile_forward(model, some, autocast, warn=print, regional=regional)
         choices["compile"] = forward is not model
         print(f"{time.perf_counter() - compiling:.0f} s of compiling", flush=True)
     forward = distributed.spread(model, forward, cfg.parallel, choices["precision"])

@@ -14,6 +14,7 @@ from model import GPT
 
 # built once, not in each test's own home
 EXTENSIONS = os.environ.get("TORCH_EXTENSIONS_DIR") or str(Path.home() / ".cache" / "torch_extensions")
+COMPILED = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or str(Path.home() / ".cache" / "torch_inductor")
 
 
 @pytest.fixture(autouse=True)
@@ -27,6 +28,7 @@ def alone(tmp_path, monkeypatch):
         folder.mkdir(parents=True)
         monkeypatch.setenv(name, str(folder))
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", EXTENSIONS)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", COMPILED)
     torch.set_num_threads(1)
     torch.manual_seed(0)
     yield

@@ -1,25 +1,50 @@
 """torch.compile, where it works."""
 
+import copy
+import os
 from collections.abc import Callable
+from pathlib import Path
 from types import FunctionType
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from model.cache import KVCache
 from model.generation import Step, encode, next_logits
 from model.gpt import GPT
 
 
+def keep_what_is_compiled():
+    """In a folder that outlives restarts, unless TORCHINDUCTOR_CACHE_DIR names one: the next run starts sooner."""
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path.home() / ".cache" / "torch_inductor"))
+
+
+def by_regions(model: GPT) -> GPT:
+    """The same weights, in a model of which a block is compiled once for all blocks, and then head and loss."""
+    twin = copy.copy(model)
+    twin._modules = dict(model._modules)
+    twin.blocks = nn.ModuleList(copy.copy(block) for block in model.blocks)
+    for block in twin.blocks:
+        block.compile(dynamic=False)
+    twin.loss = torch.compile(model.loss, dynamic=False)
+    return twin
+
+
 def compile_forward(
-    model: GPT, batch: dict[str, Tensor], autocast: torch.autocast, warn: Callable[[str], None]
+    model: GPT,
+    batch: dict[str, Tensor],
+    autocast: torch.autocast,
+    warn: Callable[[str], None],
+    regional: bool = True,
 ) -> Callable:
     """A compiled model(**batch) for exactly these shapes, tried out; the model itself if that fails.
 
+    `regional`: see by_regions; otherwise the whole model at once, which takes as many times as long as it has blocks.
     The model stays as it is, for evaluation and sampling in other shapes, and shares its weights with the result. The
     trial leaves no gradient and draws no random number.
     """
-    compiled = torch.compile(model, dynamic=False)
+    keep_what_is_compiled()
+    compiled = by_regions(model) if regional else torch.compile(model, dynamic=False)
     device = batch["tokens"].device
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices):
@@ -47,6 +72,7 @@ def compile_step(model: GPT, rows: int, warn: Callable[[str], None]) -> Step:
     take longer than some of its kernels, are left out: the result is for this model, as it is now. On a GPU the step
     is one CUDA graph for each size of the cache.
     """
+    keep_what_is_compiled()
     on_cpu = model.embedding.weight.device.type == "cpu"
     how = {"cpp_wrapper": True} if on_cpu else {"triton.cudagraphs": True}
     options = {"guard_filter_fn": _guards_of_the_call, **how}
