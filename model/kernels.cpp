@@ -25,9 +25,9 @@ namespace {
 
 constexpr int PANEL = 2 * LANES;  // columns of the right matrix that lie side by side once packed
 constexpr int GROUP = 6;          // rows of the left one: with them, 12 of the 16 registers hold sums
-constexpr int DEPTH = 256;        // a panel so deep fits the nearest cache, half of it
-constexpr int ROWS = 16 * GROUP;  // and so many rows of the left matrix the next, together with
-constexpr int COLUMNS = 16 * PANEL;  // so many columns of the right one
+constexpr int DEPTH = 256;        // a group so deep stays in the nearest cache, and in the next, 512 KiB or more,
+constexpr int COLUMNS = 16 * PANEL;  // so many columns of the right matrix, while its rows pass
+constexpr int ROWS = 16 * GROUP;  // that are packed at a time, where they have to be
 
 struct Matrix {  // a view, transposed or not
   const float* data;
@@ -149,8 +149,8 @@ void product_alone(Matrix left, Matrix right, float* out, int64_t out_row, int m
         const int rows = std::min(ROWS, m - i0);
         const bool packed = left.column != 1;
         if (packed) pack_rows(left.from(i0, k0), rows, deep, groups);
-        for (int j = 0; j < columns; j += PANEL)
-          for (int i = 0; i < rows; i += GROUP)
+        for (int i = 0; i < rows; i += GROUP)
+          for (int j = 0; j < columns; j += PANEL)
             tile(std::min(GROUP, rows - i), packed ? Matrix{groups + i * deep, 1, GROUP} : left.from(i0 + i, k0),
                  panels + j * deep, deep, out + (i0 + i) * out_row + j0 + j, out_row, std::min(PANEL, columns - j),
                  add || k0 > 0);
@@ -172,7 +172,10 @@ void product(Matrix left, Matrix right, float* out, int64_t out_row, int m, int 
   });
 }
 
-float* numbers(const Tensor& x) { return static_cast<float*>(x.data_ptr()); }
+float* numbers(const Tensor& x) {
+  STD_TORCH_CHECK(x.scalar_type() == torch::headeronly::ScalarType::Float, "the kernels compute in float32");
+  return static_cast<float*>(x.data_ptr());
+}
 
 Matrix matrix(const Tensor& x) { return {numbers(x), x.stride(0), x.stride(1)}; }
 
@@ -201,10 +204,12 @@ Lanes exp(Lanes x) {
   return x < -87.0f ? Lanes{} : y * (Lanes)power;
 }
 
-float sum(Lanes x) {
-  float total = 0;
-  for (int i = 0; i < LANES; ++i) total += x[i];
-  return total;
+float sum(Lanes x) { return ((x[0] + x[4]) + (x[1] + x[5])) + ((x[2] + x[6]) + (x[3] + x[7])); }
+
+Lanes larger(Lanes x, Lanes y) { return x > y ? x : y; }
+
+float largest(Lanes x) {
+  return std::max({x[0], x[1], x[2], x[3], x[4], x[5], x[6], x[7]});
 }
 
 // The last numbers of a row, fewer than a vector.
@@ -265,20 +270,17 @@ void attend_head(Matrix q, const float* keys, const float* values, float* y, int
     float over[QUERIES];
     for (int i = 0; i < m; ++i) {
       float* row = scores + i * step;
-      const int n = q0 + i + 1;
-      Lanes tops = Lanes{} - INFINITY, sums{};
-      for (int j = 0; j < n; j += LANES) {
-        const Lanes x = load(row + j, n - j, -INFINITY);
-        tops = x > tops ? x : tops;
-      }
-      float top = -INFINITY;
-      for (int lane = 0; lane < LANES; ++lane) top = std::max(top, tops[lane]);
-      for (int j = 0; j < n; j += LANES) {
-        const Lanes weights = exp((load(row + j, n - j, -INFINITY) - top) * scale);
+      const int n = q0 + i + 1, full = up_to(n, LANES);
+      std::fill(row + n, row + full, -INFINITY);
+      Lanes tops = load(row), sums{};
+      for (int j = LANES; j < full; j += LANES) tops = larger(tops, load(row + j));
+      const float top = largest(tops);
+      for (int j = 0; j < full; j += LANES) {
+        const Lanes weights = exp((load(row + j) - top) * scale);
         sums += weights;
         store(row + j, weights);
       }
-      std::fill(row + up_to(n, LANES), row + up_to(n, LANES) + LANES, 0.0f);  // as far as the group's last query sees
+      store(row + full, Lanes{});  // as far as the last query of the group sees
       const float total = sum(sums);
       over[i] = 1 / total;
       log_sums[q0 + i] = top * scale + std::log(total);
@@ -288,13 +290,17 @@ void attend_head(Matrix q, const float* keys, const float* values, float* y, int
         return std::clamp(q0 + std::min(i + GROUP, m) - k0, 0, DEPTH);
       });
     for (int i = 0; i < m; ++i)
-      for (int j = 0; j < d; ++j) y[(q0 + i) * y_row + j] *= over[i];
+      for (int j = 0; j < d; j += LANES) {
+        float* part = y + (q0 + i) * y_row + j;
+        store(part, load(part, d - j) * over[i], d - j);
+      }
   }
 }
 
 std::tuple<Tensor, Tensor> attention(const Tensor& q, const Tensor& k, const Tensor& v) {
   const int64_t b = q.size(0), heads = q.size(1), t = q.size(2), d = q.size(3), shared = heads / k.size(1);
-  STD_TORCH_CHECK(q.stride(3) == 1 && k.stride(3) == 1 && v.stride(3) == 1 && k.size(2) == t, "see model/kernels.py");
+  STD_TORCH_CHECK(k.size(2) == t && (d == 1 || q.stride(3) * k.stride(3) * v.stride(3) == 1),
+                  "as many keys as queries, and numbers of a head side by side");
   Tensor y = torch::stable::new_empty(q, {b, t, heads, d}), log_sums = torch::stable::new_empty(q, {b, heads, t});
   parallel_for(0, b * k.size(1), 1, [&](int64_t begin, int64_t end) {
     for (int64_t n = begin; n < end; ++n) {
@@ -341,11 +347,13 @@ void attend_head_backward(const Head& head, int t, int d) {
       for (int i = 0; i < m; ++i) {
         float *p = weights + i * STEP, *ds = slopes + i * STEP;
         const int seen = std::clamp(q0 + i + 1 - k0, 0, n);
+        std::fill(p + seen, p + up_to(seen, LANES), -INFINITY);
+        std::fill(ds + seen, ds + up_to(seen, LANES), 0.0f);
         int j = 0;
         for (; j < seen; j += LANES) {
-          const Lanes weight = exp(load(p + j, seen - j, -INFINITY) * scale - head.log_sums[q0 + i]);
+          const Lanes weight = exp(load(p + j) * scale - head.log_sums[q0 + i]);
           store(p + j, weight);
-          store(ds + j, weight * (load(ds + j, seen - j) - shift[i]) * scale);
+          store(ds + j, weight * (load(ds + j) - shift[i]) * scale);
         }
         for (; j < n; j += LANES) {
           store(p + j, Lanes{});
@@ -370,7 +378,7 @@ void attend_head_backward(const Head& head, int t, int d) {
 std::tuple<Tensor, Tensor, Tensor> attention_backward(const Tensor& dy, const Tensor& q, const Tensor& k,
                                                       const Tensor& v, const Tensor& y, const Tensor& log_sums) {
   const int64_t b = q.size(0), heads = q.size(1), t = q.size(2), d = q.size(3), kv_heads = k.size(1);
-  STD_TORCH_CHECK(dy.stride(3) == 1, "see model/kernels.py");
+  STD_TORCH_CHECK(d == 1 || dy.stride(3) == 1, "numbers of a head must lie side by side");
   Tensor dq = torch::stable::new_empty(q, {b, t, heads, d});
   Tensor dk = torch::stable::new_empty(q, {b, t, kv_heads, d}), dv = torch::stable::new_empty(q, {b, t, kv_heads, d});
   torch::stable::zero_(dk);
@@ -436,12 +444,17 @@ Tensor norm_turn(const Tensor& x, std::optional<Tensor> gain, double eps, std::o
                  std::optional<Tensor> sin, bool interleaved) {
   const Turn by = turn(x, gain, cos, sin, interleaved);
   Tensor y = torch::stable::new_empty(x, {by.rows, by.heads, by.d});
+  const float* ins = numbers(x);
+  float* outs = numbers(y);
   parallel_for(0, by.rows, 1 + 4096 / (by.heads * by.d), [&](int64_t begin, int64_t end) {
     for (int64_t n = begin * by.heads; n < end * by.heads; ++n) {
-      const float* in = numbers(x) + n * by.d;
-      float* out = numbers(y) + n * by.d;
+      const float* in = ins + n * by.d;
+      float* out = outs + n * by.d;
       const float over = by.gain ? 1 / std::sqrt(dot(in, in, by.d) / by.d + float(eps)) : 1;
-      for (int64_t i = 0; i < by.d; ++i) out[i] = by.gain ? in[i] * over * by.gain[i] : in[i];
+      for (int64_t i = 0; i < by.d; i += LANES) {
+        const Lanes part = load(in + i, by.d - i);
+        store(out + i, by.gain ? part * over * load(by.gain + i, by.d - i) : part, by.d - i);
+      }
       if (by.cos) by.apply(out, n / by.heads, 1);
     }
   });
@@ -455,25 +468,31 @@ std::tuple<Tensor, Tensor> norm_turn_backward(const Tensor& dy, const Tensor& x,
   const int64_t batches = up_to(by.rows, BATCH) / BATCH, d = by.d;
   Tensor dx = torch::stable::new_empty(x, {by.rows, by.heads, d}), dgain = torch::stable::new_empty(x, {batches, d});
   torch::stable::zero_(dgain);
+  const float *ins = numbers(x), *changes = numbers(dy);
+  float *outs = numbers(dx), *shares = numbers(dgain);
   parallel_for(0, batches, 1, [&](int64_t begin, int64_t end) {
     float* turned = scratch(0, d);
     for (int64_t n = begin * BATCH * by.heads; n < std::min(by.rows, end * BATCH) * by.heads; ++n) {
-      const float* in = numbers(x) + n * d;
-      float *out = numbers(dx) + n * d, *share = numbers(dgain) + n / by.heads / BATCH * d;
-      std::memcpy(by.gain ? turned : out, numbers(dy) + n * d, d * sizeof(float));
+      const float* in = ins + n * d;
+      float *out = outs + n * d, *share = shares + n / by.heads / BATCH * d;
+      std::memcpy(by.gain ? turned : out, changes + n * d, d * sizeof(float));
       if (by.cos) by.apply(by.gain ? turned : out, n / by.heads, -1);
       if (!by.gain) continue;
       const float over = 1 / std::sqrt(dot(in, in, d) / d + float(eps));
-      for (int64_t i = 0; i < d; ++i) {
-        share[i] += turned[i] * in[i] * over;
-        turned[i] *= by.gain[i];
+      Lanes products{};
+      for (int64_t i = 0; i < d; i += LANES) {
+        const Lanes change = load(turned + i, d - i), part = load(in + i, d - i);
+        store(share + i, load(share + i, d - i) + change * part * over, d - i);
+        store(turned + i, change * load(by.gain + i, d - i), d - i);
+        products += load(turned + i, d - i) * part;
       }
-      const float along = dot(turned, in, d) * over * over / d;
-      for (int64_t i = 0; i < d; ++i) out[i] = (turned[i] - in[i] * along) * over;
+      const float along = sum(products) * over * over / d;
+      for (int64_t i = 0; i < d; i += LANES)
+        store(out + i, (load(turned + i, d - i) - load(in + i, d - i) * along) * over, d - i);
     }
   });
   for (int64_t n = 1; n < batches; ++n)
-    for (int64_t i = 0; i < d; ++i) numbers(dgain)[i] += numbers(dgain)[n * d + i];
+    for (int64_t i = 0; i < d; ++i) shares[i] += shares[n * d + i];
   return {dx, torch::stable::narrow(dgain, 0, 0, batches ? 1 : 0)};
 }
 
@@ -510,22 +529,19 @@ Tensor cross_entropy(Tensor logits, const Tensor& targets) {
   STD_TORCH_CHECK(logits.is_contiguous() && targets.is_contiguous(), "must be contiguous");
   const int64_t rows = logits.size(0), vocab = logits.size(1);
   Tensor losses = torch::stable::new_empty(logits, {rows});
+  float *all = numbers(logits), *each_loss = numbers(losses);
   parallel_for(0, rows, 1 + 4096 / vocab, [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {
-      float* x = numbers(logits) + row * vocab;
+      float* x = all + row * vocab;
       const int64_t target = static_cast<const int64_t*>(targets.data_ptr())[row];
-      float& loss = numbers(losses)[row] = 0;
+      float& loss = each_loss[row] = 0;
       if (target < 0) {
         std::fill(x, x + vocab, 0.0f);
         continue;
       }
       Lanes tops = Lanes{} - INFINITY, sums{};
-      for (int64_t j = 0; j < vocab; j += LANES) {
-        const Lanes some = load(x + j, vocab - j, -INFINITY);
-        tops = some > tops ? some : tops;
-      }
-      float top = -INFINITY;
-      for (int lane = 0; lane < LANES; ++lane) top = std::max(top, tops[lane]);
+      for (int64_t j = 0; j < vocab; j += LANES) tops = larger(tops, load(x + j, vocab - j, -INFINITY));
+      const float top = largest(tops);
       const float right = x[target] - top;
       for (int64_t j = 0; j < vocab; j += LANES) {
         const Lanes some = exp(load(x + j, vocab - j, -INFINITY) - top);
