@@ -44,6 +44,7 @@ void tile(Matrix left, const float* panel, int depth, float* out, int64_t out_ro
 #pragma GCC unroll 6
   for (int r = 0; r < N; ++r) low[r] = high[r] = Lanes{};
   const float* a = left.data;
+#pragma GCC unroll 4
   for (int k = 0; k < depth; ++k, a += left.column, panel += PANEL) {
     const Lanes x = load(panel), y = load(panel + LANES);
 #pragma GCC unroll 6
@@ -131,11 +132,13 @@ void pack_rows(Matrix from, int rows, int columns, float* to) {
   }
 }
 
-// Memory of this thread's own, kept between calls.
+// Memory of this thread's own, kept between calls; its start is that of a line of the cache.
 float* scratch(int which, size_t size) {
+  constexpr size_t LINE = 64 / sizeof(float);
   thread_local std::vector<float> memory[8];
-  if (memory[which].size() < size) memory[which].resize(size);
-  return memory[which].data();
+  if (memory[which].size() < size + LINE) memory[which].resize(size + LINE);
+  float* start = memory[which].data();
+  return start + (LINE - reinterpret_cast<uintptr_t>(start) / sizeof(float) % LINE) % LINE;
 }
 
 void product_alone(Matrix left, Matrix right, float* out, int64_t out_row, int m, int n, int depth, bool add) {
