@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.functional import silu
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from model import GPT, collect_attention, functional, generate, kernels, native
@@ -204,8 +205,44 @@ def test_threads_change_nothing():
 
 
 def test_what_does_not_fit_is_refused():
+    ops, x = torch.ops.inkling, torch.randn(2, 4, 6, 8)
     with pytest.raises(RuntimeError, match="do not fit"):
-        torch.ops.inkling.multiply(torch.empty(2, 3), torch.randn(2, 4), torch.randn(5, 3), False)
+        kernels.multiply(torch.randn(2, 4), torch.randn(5, 3))
+    with pytest.raises(RuntimeError, match="float32"):
+        kernels.multiply(torch.randn(2, 4).double(), torch.randn(4, 3).double())
+    for k, v in ((x[:, :, :5], x), (x, x[..., :7]), (x[:, :3], x[:, :3]), (x, x[:1])):
+        with pytest.raises(RuntimeError, match="do not fit"):
+            kernels.attention(x, k, v)
+    with pytest.raises(RuntimeError, match="float32"):
+        kernels.attention(x, x, x.double())
+    with pytest.raises(RuntimeError, match="side by side"):
+        ops.attention(x.transpose(2, 3), x.transpose(2, 3), x.transpose(2, 3))
+    with pytest.raises(RuntimeError, match="do not fit"):
+        kernels.rms_norm(x, torch.ones(7))
+    with pytest.raises(RuntimeError, match="do not fit"):
+        kernels.norm_rotate(x, None, 0.0, torch.ones(4, 3), torch.ones(4, 3))
+    with pytest.raises(RuntimeError, match="beyond the vocabulary"):
+        kernels.head_cross_entropy(torch.randn(64, 8), torch.randn(5, 8), torch.full((64,), 5))
+
+
+class Largest(TorchDispatchMode):
+    """Remembers the largest tensor that was made."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, function, types, arguments=(), more=None):
+        result = function(*arguments, **(more or {}))
+        self.numel = max(self.numel, result.numel() if isinstance(result, torch.Tensor) else 0)
+        return result
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_the_loss_in_pieces_never_holds_all_logits(dtype):
+    hidden = torch.randn(1024, 4, dtype=dtype, requires_grad=True)
+    head, targets = torch.randn(50000, 4, dtype=dtype, requires_grad=True), torch.randint(50000, (1024,))
+    with Largest() as largest:
+        kernels.head_cross_entropy(hidden, head, targets)[0].backward()
+    assert largest.numel <= 1024 * 50000 / 8
 
 
 CASES = [
