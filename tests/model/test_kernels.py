@@ -179,7 +179,7 @@ def test_the_loss_in_pieces_under_autocast_is_near():
         loss, _ = kernels.head_cross_entropy(hidden, head, targets)
     for near, gradient in zip(torch.autograd.grad(loss, (hidden, head)), exact, strict=True):
         assert near.dtype == torch.float32
-        assert 0 < (near - gradient).norm() < 0.01 * gradient.norm()
+        assert 1e-4 < (near - gradient).norm() / gradient.norm() < 0.01  # not float32, and no worse than bfloat16
 
 
 def test_threads_change_nothing():
