@@ -6,173 +6,23 @@
 #include <cmath>
 #include <optional>
 #include <tuple>
-#include <vector>
-#ifdef __AVX2__
-#include <immintrin.h>
-#endif
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
-#include "lanes.h"
+#include "products.h"
 
 using torch::stable::parallel_for;
 using torch::stable::Tensor;
 
 namespace {
 
-// --- products of matrices: "Anatomy of High-Performance Matrix Multiplication" (2008), and BLIS after it --------------
+bool is_float(const Tensor& x) { return x.scalar_type() == torch::headeronly::ScalarType::Float; }
 
-constexpr int PANEL = 2 * LANES;  // columns of the right matrix that lie side by side once packed
-constexpr int GROUP = 6;          // rows of the left one: with them, 12 of the 16 registers hold sums
-constexpr int DEPTH = 256;        // a panel so deep fits the nearest cache, half of it
-constexpr int ROWS = 16 * GROUP;  // and so many rows of the left matrix the next, together with
-constexpr int COLUMNS = 16 * PANEL;  // so many columns of the right one
-
-struct Matrix {  // a view, transposed or not
-  const float* data;
-  int64_t row, column;  // steps from one to the next
-  Matrix from(int64_t i, int64_t j) const { return {data + i * row + j * column, row, column}; }
-};
-
-int64_t up_to(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
-
-// A block of `left` with so many rows, times a packed panel: all sums in registers.
-template <int N>
-void tile(Matrix left, const float* panel, int depth, float* out, int64_t out_row, int width, bool add) {
-  Lanes low[N], high[N];  // every loop over them is unrolled: otherwise they would go through memory
-#pragma GCC unroll 6
-  for (int r = 0; r < N; ++r) low[r] = high[r] = Lanes{};
-  const float* a = left.data;
-  for (int k = 0; k < depth; ++k, a += left.column, panel += PANEL) {
-    const Lanes x = load(panel), y = load(panel + LANES);
-#pragma GCC unroll 6
-    for (int r = 0; r < N; ++r) {
-      low[r] += a[r * left.row] * x;
-      high[r] += a[r * left.row] * y;
-    }
-  }
-  if (width < PANEL) {
-#pragma GCC unroll 6
-    for (int r = 0; r < N; ++r, out += out_row) {
-      float row[PANEL];
-      store(row, low[r]);
-      store(row + LANES, high[r]);
-      for (int j = 0; j < width; ++j) out[j] = add ? out[j] + row[j] : row[j];
-    }
-    return;
-  }
-#pragma GCC unroll 6
-  for (int r = 0; r < N; ++r, out += out_row) {
-    store(out, add ? load(out) + low[r] : low[r]);
-    store(out + LANES, add ? load(out + LANES) + high[r] : high[r]);
-  }
+float* numbers(const Tensor& x) {
+  STD_TORCH_CHECK(is_float(x), "the kernels compute in float32");
+  return static_cast<float*>(x.data_ptr());
 }
-
-void tile(int rows, Matrix left, const float* panel, int depth, float* out, int64_t out_row, int width, bool add) {
-  constexpr decltype(&tile<1>) TILES[] = {tile<1>, tile<2>, tile<3>, tile<4>, tile<5>, tile<6>};
-  TILES[rows - 1](left, panel, depth, out, out_row, width, add);
-}
-
-#ifdef __AVX2__
-// 8 x 8 numbers, turned over in registers; one by one they would cost as much as a tenth of the products.
-void transpose8(const float* from, int64_t step, float* to, int64_t to_step) {
-  __m256 r[8], t[8];
-  for (int i = 0; i < 8; ++i) r[i] = _mm256_loadu_ps(from + i * step);
-  for (int i = 0; i < 8; i += 2) {
-    t[i] = _mm256_unpacklo_ps(r[i], r[i + 1]);
-    t[i + 1] = _mm256_unpackhi_ps(r[i], r[i + 1]);
-  }
-  for (int i = 0; i < 8; i += 4) {
-    r[i] = _mm256_shuffle_ps(t[i], t[i + 2], 0x44);
-    r[i + 1] = _mm256_shuffle_ps(t[i], t[i + 2], 0xEE);
-    r[i + 2] = _mm256_shuffle_ps(t[i + 1], t[i + 3], 0x44);
-    r[i + 3] = _mm256_shuffle_ps(t[i + 1], t[i + 3], 0xEE);
-  }
-  for (int i = 0; i < 4; ++i) {
-    _mm256_storeu_ps(to + i * to_step, _mm256_permute2f128_ps(r[i], r[i + 4], 0x20));
-    _mm256_storeu_ps(to + (i + 4) * to_step, _mm256_permute2f128_ps(r[i], r[i + 4], 0x31));
-  }
-}
-#else
-void transpose8(const float* from, int64_t step, float* to, int64_t to_step) {
-  for (int i = 0; i < 8; ++i)
-    for (int j = 0; j < 8; ++j) to[j * to_step + i] = from[i * step + j];
-}
-#endif
-
-// Columns of a matrix as panels (panel, row, PANEL), filled up with zeros.
-void pack_columns(Matrix from, int rows, int columns, float* to) {
-  for (int first = 0; first < columns; first += PANEL, to += int64_t(rows) * PANEL) {
-    const int width = std::min(PANEL, columns - first);
-    const Matrix part = from.from(0, first);
-    int k = 0;
-    if (width == PANEL && part.column == 1)
-      for (; k < rows; ++k) std::memcpy(to + k * PANEL, part.data + k * part.row, PANEL * sizeof(float));
-    else if (width == PANEL && part.row == 1)
-      for (; k + 8 <= rows; k += 8)
-        for (int j = 0; j < PANEL; j += 8) transpose8(part.from(k, j).data, part.column, to + k * PANEL + j, PANEL);
-    for (; k < rows; ++k)
-      for (int j = 0; j < PANEL; ++j) to[k * PANEL + j] = j < width ? *part.from(k, j).data : 0;
-  }
-}
-
-// Rows of a matrix whose rows do not lie side by side as groups (group, column, GROUP).
-void pack_rows(Matrix from, int rows, int columns, float* to) {
-  for (int first = 0; first < rows; first += GROUP, to += int64_t(columns) * GROUP) {
-    const int n = std::min(GROUP, rows - first);
-    for (int k = 0; k < columns; ++k) {
-      const Matrix part = from.from(first, k);
-      if (n == GROUP && part.row == 1)
-        std::memcpy(to + k * GROUP, part.data, GROUP * sizeof(float));
-      else
-        for (int r = 0; r < n; ++r) to[k * GROUP + r] = part.data[r * part.row];
-    }
-  }
-}
-
-// Memory of this thread's own, kept between calls.
-float* scratch(int which, size_t size) {
-  thread_local std::vector<float> memory[8];
-  if (memory[which].size() < size) memory[which].resize(size);
-  return memory[which].data();
-}
-
-void product_alone(Matrix left, Matrix right, float* out, int64_t out_row, int m, int n, int depth, bool add) {
-  float* panels = scratch(0, DEPTH * COLUMNS);
-  float* groups = scratch(1, DEPTH * ROWS);
-  for (int j0 = 0; j0 < n; j0 += COLUMNS)
-    for (int k0 = 0; k0 < depth; k0 += DEPTH) {
-      const int columns = std::min(COLUMNS, n - j0), deep = std::min(DEPTH, depth - k0);
-      pack_columns(right.from(k0, j0), deep, columns, panels);
-      for (int i0 = 0; i0 < m; i0 += ROWS) {
-        const int rows = std::min(ROWS, m - i0);
-        const bool packed = left.column != 1;
-        if (packed) pack_rows(left.from(i0, k0), rows, deep, groups);
-        for (int j = 0; j < columns; j += PANEL)
-          for (int i = 0; i < rows; i += GROUP)
-            tile(std::min(GROUP, rows - i), packed ? Matrix{groups + i * deep, 1, GROUP} : left.from(i0 + i, k0),
-                 panels + j * deep, deep, out + (i0 + i) * out_row + j0 + j, out_row, std::min(PANEL, columns - j),
-                 add || k0 > 0);
-      }
-    }
-}
-
-// out (m n) = left (m depth) right (depth n), or added to it. Threads share the longer side of `out`.
-void product(Matrix left, Matrix right, float* out, int64_t out_row, int m, int n, int depth, bool add) {
-  const bool by_rows = m >= n;
-  const int unit = by_rows ? GROUP : PANEL, units = up_to(by_rows ? m : n, unit) / unit;
-  const int64_t work = int64_t(unit) * depth * (by_rows ? n : m);
-  parallel_for(0, units, 1 + (1 << 18) / (1 + work), [&](int64_t begin, int64_t end) {
-    const int first = begin * unit, last = std::min<int64_t>(end * unit, by_rows ? m : n);
-    if (by_rows)
-      product_alone(left.from(first, 0), right, out + first * out_row, out_row, last - first, n, depth, add);
-    else
-      product_alone(left, right.from(0, first), out + first, out_row, m, last - first, depth, add);
-  });
-}
-
-float* numbers(const Tensor& x) { return static_cast<float*>(x.data_ptr()); }
 
 Matrix matrix(const Tensor& x) { return {numbers(x), x.stride(0), x.stride(1)}; }
 
@@ -180,50 +30,6 @@ void multiply(Tensor out, const Tensor& left, const Tensor& right, bool add) {
   STD_TORCH_CHECK(left.size(1) == right.size(0) && out.size(0) == left.size(0) && out.size(1) == right.size(1) &&
                   out.stride(1) == 1, "the matrices do not fit each other");
   product(matrix(left), matrix(right), numbers(out), out.stride(0), out.size(0), out.size(1), left.size(1), add);
-}
-
-// --- vectors ----------------------------------------------------------------------------------------------------------
-
-// exp to 2 units in the last place for x <= 88; below -87, where float32 runs out, 0.
-Lanes exp(Lanes x) {
-  const Lanes inside = x < -87.0f ? Lanes{} - 87.0f : x;  // NaN stays NaN
-  const Lanes shifted = inside * 1.44269504f + 12582912.0f;  // 1.5 * 2^23: the low bits are x / ln 2, rounded
-  const Lanes n = shifted - 12582912.0f;
-  const Lanes r = inside - n * 0.693359375f + n * 2.12194440e-4f;
-  Lanes y = r * 1.9875691500e-4f + 1.3981999507e-3f;  // the polynomial is that of the Cephes library
-  y = y * r + 8.3334519073e-3f;
-  y = y * r + 4.1665795894e-2f;
-  y = y * r + 1.6666665459e-1f;
-  y = y * r + 5.0000001201e-1f;
-  y = y * r * r + r + 1.0f;
-  typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
-  const Ints power = ((Ints)shifted << 23) + 0x3f800000;
-  return x < -87.0f ? Lanes{} : y * (Lanes)power;
-}
-
-float sum(Lanes x) {
-  float total = 0;
-  for (int i = 0; i < LANES; ++i) total += x[i];
-  return total;
-}
-
-// The last numbers of a row, fewer than a vector.
-Lanes load(const float* x, int64_t n, float rest = 0) {
-  if (n >= LANES) return load(x);
-  Lanes lanes = Lanes{} + rest;
-  std::memcpy(&lanes, x, n * sizeof(float));
-  return lanes;
-}
-
-void store(float* x, Lanes lanes, int64_t n) {
-  if (n >= LANES) return store(x, lanes);
-  std::memcpy(x, &lanes, n * sizeof(float));
-}
-
-float dot(const float* x, const float* y, int n) {
-  Lanes sums{};
-  for (int i = 0; i < n; i += LANES) sums += load(x + i, n - i) * load(y + i, n - i);
-  return sum(sums);
 }
 
 // --- causal attention: "FlashAttention" (2022). No square of weights; the backward pass computes them again -----------
@@ -265,20 +71,17 @@ void attend_head(Matrix q, const float* keys, const float* values, float* y, int
     float over[QUERIES];
     for (int i = 0; i < m; ++i) {
       float* row = scores + i * step;
-      const int n = q0 + i + 1;
-      Lanes tops = Lanes{} - INFINITY, sums{};
-      for (int j = 0; j < n; j += LANES) {
-        const Lanes x = load(row + j, n - j, -INFINITY);
-        tops = x > tops ? x : tops;
-      }
-      float top = -INFINITY;
-      for (int lane = 0; lane < LANES; ++lane) top = std::max(top, tops[lane]);
-      for (int j = 0; j < n; j += LANES) {
-        const Lanes weights = exp((load(row + j, n - j, -INFINITY) - top) * scale);
+      const int n = q0 + i + 1, full = up_to(n, LANES);
+      std::fill(row + n, row + full, -INFINITY);
+      Lanes tops = load(row), sums{};
+      for (int j = LANES; j < full; j += LANES) tops = larger(tops, load(row + j));
+      const float top = largest(tops);
+      for (int j = 0; j < full; j += LANES) {
+        const Lanes weights = exp((load(row + j) - top) * scale);
         sums += weights;
         store(row + j, weights);
       }
-      std::fill(row + up_to(n, LANES), row + up_to(n, LANES) + LANES, 0.0f);  // as far as the group's last query sees
+      store(row + full, Lanes{});  // as far as the last query of the group sees
       const float total = sum(sums);
       over[i] = 1 / total;
       log_sums[q0 + i] = top * scale + std::log(total);
@@ -288,13 +91,20 @@ void attend_head(Matrix q, const float* keys, const float* values, float* y, int
         return std::clamp(q0 + std::min(i + GROUP, m) - k0, 0, DEPTH);
       });
     for (int i = 0; i < m; ++i)
-      for (int j = 0; j < d; ++j) y[(q0 + i) * y_row + j] *= over[i];
+      for (int j = 0; j < d; j += LANES) {
+        float* part = y + (q0 + i) * y_row + j;
+        store(part, load(part, d - j) * over[i], d - j);
+      }
   }
 }
 
 std::tuple<Tensor, Tensor> attention(const Tensor& q, const Tensor& k, const Tensor& v) {
   const int64_t b = q.size(0), heads = q.size(1), t = q.size(2), d = q.size(3), shared = heads / k.size(1);
-  STD_TORCH_CHECK(q.stride(3) == 1 && k.stride(3) == 1 && v.stride(3) == 1 && k.size(2) == t, "see model/kernels.py");
+  for (const Tensor& x : {k, v})
+    STD_TORCH_CHECK(x.size(0) == b && x.size(1) == k.size(1) && heads % x.size(1) == 0 && x.size(2) == t &&
+                    x.size(3) == d, "queries, keys and values do not fit each other");
+  for (const Tensor& x : {q, k, v})  // here: where threads are at work, nothing may be thrown
+    STD_TORCH_CHECK((d == 1 || x.stride(3) == 1) && is_float(x), "numbers of a head must lie side by side, in float32");
   Tensor y = torch::stable::new_empty(q, {b, t, heads, d}), log_sums = torch::stable::new_empty(q, {b, heads, t});
   parallel_for(0, b * k.size(1), 1, [&](int64_t begin, int64_t end) {
     for (int64_t n = begin; n < end; ++n) {
@@ -341,11 +151,13 @@ void attend_head_backward(const Head& head, int t, int d) {
       for (int i = 0; i < m; ++i) {
         float *p = weights + i * STEP, *ds = slopes + i * STEP;
         const int seen = std::clamp(q0 + i + 1 - k0, 0, n);
+        std::fill(p + seen, p + up_to(seen, LANES), -INFINITY);
+        std::fill(ds + seen, ds + up_to(seen, LANES), 0.0f);
         int j = 0;
         for (; j < seen; j += LANES) {
-          const Lanes weight = exp(load(p + j, seen - j, -INFINITY) * scale - head.log_sums[q0 + i]);
+          const Lanes weight = exp(load(p + j) * scale - head.log_sums[q0 + i]);
           store(p + j, weight);
-          store(ds + j, weight * (load(ds + j, seen - j) - shift[i]) * scale);
+          store(ds + j, weight * (load(ds + j) - shift[i]) * scale);
         }
         for (; j < n; j += LANES) {
           store(p + j, Lanes{});
@@ -370,7 +182,7 @@ void attend_head_backward(const Head& head, int t, int d) {
 std::tuple<Tensor, Tensor, Tensor> attention_backward(const Tensor& dy, const Tensor& q, const Tensor& k,
                                                       const Tensor& v, const Tensor& y, const Tensor& log_sums) {
   const int64_t b = q.size(0), heads = q.size(1), t = q.size(2), d = q.size(3), kv_heads = k.size(1);
-  STD_TORCH_CHECK(dy.stride(3) == 1, "see model/kernels.py");
+  STD_TORCH_CHECK((d == 1 || dy.stride(3) == 1) && is_float(dy), "numbers of a head must lie side by side, in float32");
   Tensor dq = torch::stable::new_empty(q, {b, t, heads, d});
   Tensor dk = torch::stable::new_empty(q, {b, t, kv_heads, d}), dv = torch::stable::new_empty(q, {b, t, kv_heads, d});
   torch::stable::zero_(dk);
@@ -427,7 +239,10 @@ struct Turn {
 
 Turn turn(const Tensor& x, const std::optional<Tensor>& gain, const std::optional<Tensor>& cos,
           const std::optional<Tensor>& sin, bool interleaved) {
-  STD_TORCH_CHECK(x.is_contiguous() && (!cos || (cos->is_contiguous() && sin->is_contiguous())), "must be contiguous");
+  STD_TORCH_CHECK(x.is_contiguous() && (!gain || gain->numel() == x.size(2)) &&
+                  (!cos || (cos->is_contiguous() && sin->is_contiguous() && cos->size(1) == x.size(2) / 2 &&
+                            sin->numel() == cos->numel() && x.size(0) % cos->size(0) == 0)),
+                  "gain and angles do not fit the heads");
   return {x.size(0), x.size(1), x.size(2), cos ? cos->size(0) : 1, gain ? numbers(*gain) : nullptr,
           cos ? numbers(*cos) : nullptr, sin ? numbers(*sin) : nullptr, interleaved};
 }
@@ -436,12 +251,17 @@ Tensor norm_turn(const Tensor& x, std::optional<Tensor> gain, double eps, std::o
                  std::optional<Tensor> sin, bool interleaved) {
   const Turn by = turn(x, gain, cos, sin, interleaved);
   Tensor y = torch::stable::new_empty(x, {by.rows, by.heads, by.d});
+  const float* ins = numbers(x);
+  float* outs = numbers(y);
   parallel_for(0, by.rows, 1 + 4096 / (by.heads * by.d), [&](int64_t begin, int64_t end) {
     for (int64_t n = begin * by.heads; n < end * by.heads; ++n) {
-      const float* in = numbers(x) + n * by.d;
-      float* out = numbers(y) + n * by.d;
+      const float* in = ins + n * by.d;
+      float* out = outs + n * by.d;
       const float over = by.gain ? 1 / std::sqrt(dot(in, in, by.d) / by.d + float(eps)) : 1;
-      for (int64_t i = 0; i < by.d; ++i) out[i] = by.gain ? in[i] * over * by.gain[i] : in[i];
+      for (int64_t i = 0; i < by.d; i += LANES) {
+        const Lanes part = load(in + i, by.d - i);
+        store(out + i, by.gain ? part * over * load(by.gain + i, by.d - i) : part, by.d - i);
+      }
       if (by.cos) by.apply(out, n / by.heads, 1);
     }
   });
@@ -455,25 +275,31 @@ std::tuple<Tensor, Tensor> norm_turn_backward(const Tensor& dy, const Tensor& x,
   const int64_t batches = up_to(by.rows, BATCH) / BATCH, d = by.d;
   Tensor dx = torch::stable::new_empty(x, {by.rows, by.heads, d}), dgain = torch::stable::new_empty(x, {batches, d});
   torch::stable::zero_(dgain);
+  const float *ins = numbers(x), *changes = numbers(dy);
+  float *outs = numbers(dx), *shares = numbers(dgain);
   parallel_for(0, batches, 1, [&](int64_t begin, int64_t end) {
     float* turned = scratch(0, d);
     for (int64_t n = begin * BATCH * by.heads; n < std::min(by.rows, end * BATCH) * by.heads; ++n) {
-      const float* in = numbers(x) + n * d;
-      float *out = numbers(dx) + n * d, *share = numbers(dgain) + n / by.heads / BATCH * d;
-      std::memcpy(by.gain ? turned : out, numbers(dy) + n * d, d * sizeof(float));
+      const float* in = ins + n * d;
+      float *out = outs + n * d, *share = shares + n / by.heads / BATCH * d;
+      std::memcpy(by.gain ? turned : out, changes + n * d, d * sizeof(float));
       if (by.cos) by.apply(by.gain ? turned : out, n / by.heads, -1);
       if (!by.gain) continue;
       const float over = 1 / std::sqrt(dot(in, in, d) / d + float(eps));
-      for (int64_t i = 0; i < d; ++i) {
-        share[i] += turned[i] * in[i] * over;
-        turned[i] *= by.gain[i];
+      Lanes products{};
+      for (int64_t i = 0; i < d; i += LANES) {
+        const Lanes change = load(turned + i, d - i), part = load(in + i, d - i);
+        store(share + i, load(share + i, d - i) + change * part * over, d - i);
+        store(turned + i, change * load(by.gain + i, d - i), d - i);
+        products += load(turned + i, d - i) * part;
       }
-      const float along = dot(turned, in, d) * over * over / d;
-      for (int64_t i = 0; i < d; ++i) out[i] = (turned[i] - in[i] * along) * over;
+      const float along = sum(products) * over * over / d;
+      for (int64_t i = 0; i < d; i += LANES)
+        store(out + i, (load(turned + i, d - i) - load(in + i, d - i) * along) * over, d - i);
     }
   });
   for (int64_t n = 1; n < batches; ++n)
-    for (int64_t i = 0; i < d; ++i) numbers(dgain)[i] += numbers(dgain)[n * d + i];
+    for (int64_t i = 0; i < d; ++i) shares[i] += shares[n * d + i];
   return {dx, torch::stable::narrow(dgain, 0, 0, batches ? 1 : 0)};
 }
 
@@ -488,7 +314,7 @@ void each(int64_t numbers, F f) {
 Lanes sigmoid(Lanes x) { return 1.0f / (1.0f + exp(-(x < -88.0f ? Lanes{} - 88.0f : x))); }
 
 void silu_times(const Tensor& gate, const Tensor& up, Tensor out) {
-  STD_TORCH_CHECK(gate.is_contiguous() && up.is_contiguous() && out.is_contiguous(), "must be contiguous");
+  STD_TORCH_CHECK(gate.is_contiguous() && up.is_contiguous() && gate.numel() == up.numel(), "gates do not fit");
   each(gate.numel(), [g = numbers(gate), u = numbers(up), y = numbers(out)](int64_t i, int64_t n) {
     const Lanes x = load(g + i, n);
     store(y + i, x * sigmoid(x) * load(u + i, n), n);
@@ -507,26 +333,26 @@ void silu_times_backward(const Tensor& dy, const Tensor& gate, const Tensor& up,
 
 // Logits (rows vocab) become the gradient of the summed loss; gives each row's loss. A negative target has neither.
 Tensor cross_entropy(Tensor logits, const Tensor& targets) {
-  STD_TORCH_CHECK(logits.is_contiguous() && targets.is_contiguous(), "must be contiguous");
   const int64_t rows = logits.size(0), vocab = logits.size(1);
+  STD_TORCH_CHECK(logits.is_contiguous() && targets.is_contiguous() && targets.numel() == rows &&
+                  targets.scalar_type() == torch::headeronly::ScalarType::Long, "one target a row, int64");
+  auto right = static_cast<const int64_t*>(targets.data_ptr());
+  for (int64_t row = 0; row < rows; ++row) STD_TORCH_CHECK(right[row] < vocab, "a target is beyond the vocabulary");
   Tensor losses = torch::stable::new_empty(logits, {rows});
+  float *all = numbers(logits), *each_loss = numbers(losses);
   parallel_for(0, rows, 1 + 4096 / vocab, [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {
-      float* x = numbers(logits) + row * vocab;
-      const int64_t target = static_cast<const int64_t*>(targets.data_ptr())[row];
-      float& loss = numbers(losses)[row] = 0;
+      float* x = all + row * vocab;
+      const int64_t target = right[row];
+      float& loss = each_loss[row] = 0;
       if (target < 0) {
         std::fill(x, x + vocab, 0.0f);
         continue;
       }
       Lanes tops = Lanes{} - INFINITY, sums{};
-      for (int64_t j = 0; j < vocab; j += LANES) {
-        const Lanes some = load(x + j, vocab - j, -INFINITY);
-        tops = some > tops ? some : tops;
-      }
-      float top = -INFINITY;
-      for (int lane = 0; lane < LANES; ++lane) top = std::max(top, tops[lane]);
-      const float right = x[target] - top;
+      for (int64_t j = 0; j < vocab; j += LANES) tops = larger(tops, load(x + j, vocab - j, -INFINITY));
+      const float top = largest(tops);
+      const float score = x[target] - top;
       for (int64_t j = 0; j < vocab; j += LANES) {
         const Lanes some = exp(load(x + j, vocab - j, -INFINITY) - top);
         sums += some;
@@ -535,7 +361,7 @@ Tensor cross_entropy(Tensor logits, const Tensor& targets) {
       const float total = sum(sums), over = 1 / total;
       for (int64_t j = 0; j < vocab; ++j) x[j] *= over;
       x[target] -= 1;
-      loss = std::log(total) - right;
+      loss = std::log(total) - score;
     }
   });
   return losses;

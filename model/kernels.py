@@ -123,7 +123,7 @@ def norm_rotate(
     sin: Tensor | None = None,
     pairing: str = "half",
 ) -> Tensor:
-    """rms_norm(x, gain, eps) of x (b s h d), if there is a gain; then rotate, if there are cos and sin (s i), (b s i)."""
+    """rms_norm(x, gain, eps) of x (b s h d), where there is a gain; then rotate, by cos and sin (s i) or (b s i)."""
     if cos is not None:
         cos, sin = (table.contiguous().view(-1, table.shape[-1]) for table in (cos, sin))
     return _NormRotate.apply(x, gain, eps, cos, sin, pairing == "interleaved")
@@ -160,7 +160,7 @@ def silu_times(gate: Tensor, up: Tensor) -> Tensor:
 class _HeadLoss(Function):
     @staticmethod
     def forward(ctx, hidden: Tensor, weight: Tensor, targets: Tensor, dtype: torch.dtype, gradients: bool) -> Tensor:
-        by_kernel = covers(hidden, weight)
+        by_kernel = dtype == torch.float32 and covers(hidden, weight)
         wide = torch.promote_types(dtype, torch.float32)
         rows, w = hidden.reshape(-1, hidden.shape[-1]).to(dtype), weight.to(dtype)
         loss = hidden.new_zeros((), dtype=wide)
@@ -201,8 +201,8 @@ def head_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple
     """cross_entropy(hidden @ weight^T, targets), for logits that never exist whole: the summed loss and its count.
 
     hidden (... d), weight (vocab d), targets (...), on any device, under autocast too. A chunk of rows at a time gets
-    its logits and gives its gradients at once, in the forward pass: the backward pass only scales them. The idea is that
-    of "Liger Kernel" (2024) and "Cut Your Losses in Large-Vocabulary Language Models" (2024).
+    its logits and gives its gradients at once, in the forward pass: the backward pass only scales them, as in "Liger
+    Kernel: Efficient Triton Kernels for LLM Training" (2024).
     """
     kind, dtype = hidden.device.type, hidden.dtype
     if torch.is_autocast_enabled(kind):
@@ -294,7 +294,7 @@ def use_kernels(model: GPT, warn: Callable[[str], None] = warnings.warn) -> bool
     """Makes the modules of a model those above, in place; False, and a line, where the kernels cannot be built.
 
     Only what they call changes: weights, their names and what a checkpoint holds stay. What the kernels do not cover
-    goes on as before: few rows, masks, caches, biases, soft caps, dropout, other types and devices, autocast, compiling.
+    goes on as before: few rows, masks, caches, biases, soft caps, dropout, other types and devices, autocast, compiled.
     """
     try:
         load_kernels(warn)
