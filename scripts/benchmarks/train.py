@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from model import GPT
+from model.kernels import use_kernels
 from scripts.benchmarks.measure import alternate, copy_rate, peak_memory, product_rate, synchronise, table
 from training import auto
 from training.compilation import compile_forward
@@ -87,34 +88,39 @@ def training(shape: str, changes: dict, rounds: int, seconds: float, device: str
     return results
 
 
-def contestants(s: Shape, peer: Path | None):
-    precisions = {"fp32": "fp32", auto.choose_precision(s.device): None}
+def contestants(s: Shape, peer: Path | None, kernels: bool = True):
+    """Name and step of each, one after the other: what one needs is built in its first step."""
     if peer is not None:
         yield "nanoGPT, as it runs", nanogpt(s, peer)
-    for precision in precisions:
-        for compiled in (False, True):
-            name = f"{precision}, {'compiled' if compiled else 'eager'}"
-            yield f"Hugging Face, {name}", hugging_face(s, precision, compiled)
-            yield f"inkling, {name}", inkling(s, precision, compiled)
+    for precision in dict.fromkeys(["fp32", auto.choose_precision(s.device)]):
+        for how in ("eager", "compiled"):
+            yield f"Hugging Face, {precision}, {how}", hugging_face(s, precision, how == "compiled")
+            yield f"inkling, {precision}, {how}", inkling(s, precision, how)
+    if s.device.type == "cpu" and kernels:
+        yield "inkling, fp32, kernels", inkling(s, "fp32", "kernels")
 
 
-def plain_model(s: Shape, **changes) -> GPT:
+def plain_model(s: Shape) -> GPT:
     shape = {"d_model": s.d_model, "n_layers": s.n_layers, "n_heads": s.n_heads, "d_ff": s.d_ff}
-    return GPT(s.vocabulary, **shape, max_seq_len=s.seq_len, **changes).to(s.device)
+    return GPT(s.vocabulary, **shape, max_seq_len=s.seq_len).to(s.device)
 
 
-def inkling(s: Shape, precision: str, compiled: bool) -> Callable[[], object]:
+def inkling(s: Shape, precision: str, how: str) -> Callable[[], object]:
+    """`how`: eager, compiled, or by the kernels for a CPU."""
     model = plain_model(s)
-    model.use_attention(auto.choose_attention(s.device, compiled, precision, s.seq_len, None))
+    model.use_attention(auto.choose_attention(s.device, how == "compiled", precision, s.seq_len, None))
+    if how == "kernels" and not use_kernels(model, warn=print):
+        raise ValueError("the kernels cannot be built")
     autocast, forward = auto.autocast(s.device, precision), None
     batch = {"tokens": s.tokens, "targets": s.targets}
-    optimizer = build_optimizer(model, precision, name="adamw", **RATES, betas=[0.9, 0.99], eps=1e-8, weight_decay=0.1)
+    options = {"betas": [0.9, 0.99], "eps": 1e-8, "weight_decay": 0.1}
+    optimizer = build_optimizer(model, precision, name="adamw", **RATES, **options)
     scaler = torch.amp.GradScaler(s.device.type, enabled=False)
 
     def step():
         nonlocal forward
         if forward is None:
-            forward = compile_forward(model, batch, autocast, print) if compiled else model
+            forward = compile_forward(model, batch, autocast, print) if how == "compiled" else model
         compute_gradients(forward, scaler, batch, micro_batch=s.rows, count=s.targets.numel(), autocast=autocast)
         update(optimizer, scaler, factor=1.0, norm=gradient_norm(optimizer, scaler), clip=1.0)
 

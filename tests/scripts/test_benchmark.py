@@ -3,9 +3,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import torch
+
 from conf.entry import REPOSITORY
 from model.generation import next_logits
-from scripts.benchmarks import generate
+from scripts.benchmarks import generate, learn
+from scripts.benchmarks.train import training
 
 
 def test_the_benchmark_of_data_measures_both_sides(monkeypatch):
@@ -37,3 +40,27 @@ def test_the_benchmark_of_generation_races_equal_weights(monkeypatch, capsys):
     out = capsys.readouterr().out
     assert "equal to Hugging Face's: 1 of 1 rows, compiled 1" in out
     assert "equal to Hugging Face's: 3 of 3 rows, compiled 3" in out
+
+
+def test_the_benchmark_of_training_measures_everyone(capsys, monkeypatch):
+    """In miniature, and without compiling; Hugging Face's best has a table of its own."""
+    monkeypatch.setattr(torch, "compile", lambda model, **_: model)
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **_: None)
+    shape = {"d_model": 32, "n_layers": 2, "n_heads": 2, "vocabulary": 17, "rows": 4, "seq_len": 32}
+    speed, best, work, _, memory = training("small", shape, rounds=1, seconds=0.01, device="cpu", peer=None)
+    names = ["Hugging Face, fp32, eager", "inkling, fp32, eager", "inkling, fp32, kernels"]
+    assert set(names) <= set(speed["measured"]) == set(best["measured"]) == set(memory["measured"])
+    assert all(value > 0 for table in (speed, work, memory) for some in table["measured"].values() for value in some)
+    assert "times Hugging Face" in capsys.readouterr().out
+
+
+def test_the_benchmark_of_learning_is_a_run_from_its_start_to_its_end(monkeypatch, capsys):
+    monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
+    overrides = ["experiment=smoke", "data=repository", "every.evaluate=5"]
+    *_, last = learn.learning(60, [0], "repository", None, overrides, Path("picture.png"))
+    (run,) = last["runs"]["inkling"]
+    rows = [json.loads(line) for line in next(Path("runs").rglob("metrics.jsonl")).read_text().splitlines()]
+    assert run["bits_per_byte"] == rows[-1]["bits_per_byte"]
+    assert [tokens for _, tokens, _ in run["curve"]] == [512 * step for step in (5, 10, 15, 20)]
+    assert 0 < run["curve"][0][0] < run["curve"][-1][0] <= run["seconds"]
+    assert Path("picture.png").stat().st_size > 5000
