@@ -1,8 +1,8 @@
 """Training on a CPU in float32, by kernels of our own (kernels.cpp): what functional.py says, in less time.
 
 Attention computes only what a query may see, what lies between products is one pass over memory, logits never exist
-whole, and threads share all of it without changing a bit. First the operations, each with its gradient, then the modules
-that call them; `use_kernels` makes a model one of these.
+whole, and threads share all of it without changing a bit. First the operations, each with its gradient, then the
+modules that call them; `use_kernels` makes a model one of these.
 """
 
 import warnings
