@@ -1,7 +1,8 @@
-"""Training on a CPU in float32, by kernels of our own (kernels.cpp): what functional.py says, about twice as fast.
+"""Training on a CPU in float32, by kernels of our own (kernels.cpp): what functional.py says, in less time.
 
-torch's products reach half of what a core can do, and its attention a tenth, where matrices are as small as here. First
-the operations, each with its gradient, then the modules that call them; `use_kernels` makes a model one of these.
+Attention computes only what a query may see, what lies between products is one pass over memory, logits never exist
+whole, and threads share all of it without changing a bit. First the operations, each with its gradient, then the
+modules that call them; `use_kernels` makes a model one of these.
 """
 
 import warnings
@@ -22,6 +23,8 @@ from model.native import load_kernels
 from model.norm import RMSNorm
 
 MANY_ROWS = 64  # with fewer, reading the weights is what takes the time, and torch does it as well
+OWN_PRODUCTS = torch.backends.cpu.get_cpu_capability() == "AVX2"  # torch's use wider vectors where there are any,
+WIDE = 256  # and are as good where no side is shorter than this
 CHUNK = 2**21  # logits that exist at once, or those of MIN_ROWS rows where that is more
 MIN_ROWS = 128
 
@@ -41,6 +44,8 @@ def covers(x: Tensor, *weights: Tensor) -> bool:
 
 def multiply(left: Tensor, right: Tensor, onto: Tensor | None = None) -> Tensor:
     """left (m k) @ right (k n), either of them transposed or not; added to `onto`, in place, if that is given."""
+    if not OWN_PRODUCTS or min(*left.shape, right.shape[1]) >= WIDE:
+        return torch.mm(left, right) if onto is None else onto.addmm_(left, right)
     out = left.new_empty(left.shape[0], right.shape[1]) if onto is None else onto
     torch.ops.inkling.multiply(out, left, right, onto is not None)
     return out
