@@ -72,7 +72,7 @@ class GPT(nn.Module):
         window: a token sees itself and the window - 1 before it only; None: all before it.
         dropout: on embeddings, attention weights and both residual branches.
         tied: the head shares the embedding's matrix.
-        embedding_norm: a norm behind the embedding, whose rows then begin as long as it makes them.
+        embedding_norm: a norm behind the embedding, whose rows then begin as long as it makes them, unless tied.
         zero_init: what writes into the residual stream begins at zero, and the head unless it is tied: a new model
             finds every token equally likely.
         vocab_multiple: rows of embedding and head, filled up to a multiple of it for speed. No logit comes out of the
@@ -172,9 +172,11 @@ class GPT(nn.Module):
         for block in self.blocks:
             for matrix in (block.attention.wo, block.feed_forward.down):
                 nn.init.normal_(matrix.weight, std=0.0 if zero else std / math.sqrt(2 * len(self.blocks)))
+        if self.arguments["tied"]:
+            return  # one matrix cannot begin both ways
         if self.embedding_norm is not None:
             nn.init.normal_(self.embedding.weight)
-        if zero and not self.arguments["tied"]:
+        if zero:
             nn.init.zeros_(self.head.weight)
 
     def forward(
