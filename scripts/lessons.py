@@ -8,7 +8,7 @@ import torch
 from conf.entry import entry_point
 from conf.schema import Lessons
 from insight.lessons import LESSONS
-from insight.lessons.lesson import as_text
+from insight.lessons.lesson import Lesson, as_text
 from training import checkpoint
 
 SEEDED = ("mask", "heads", "positions")  # those that train
@@ -16,16 +16,22 @@ SEEDED = ("mask", "heads", "positions")  # those that train
 
 @entry_point("lessons", Lessons, actions=(*LESSONS, "all"))
 def main(cfg: Lessons, action: str | None):
+    if not teach(cfg, action):
+        sys.exit(1)
+
+
+def teach(cfg: Lessons, action: str | None) -> bool:
+    """Prints one lesson, all, or without an action what there is; whether every claim held."""
     if cfg.checkpoint is not None and action != "shapes":
         raise ValueError(f"checkpoint has a use for the lesson shapes only, got {action}")
     if action is None:
         for name, module in LESSONS.items():
             print(f"{name:10} {about(module)}")
-        return
+        return True
     names = list(LESSONS) if action == "all" else [action]
     pictures = _pictures(cfg.plot, names)
     torch.set_num_threads(1)  # small tensors; and the same numbers wherever there are more
-    holds = []
+    all_hold = True
     for i, name in enumerate(names):
         module, given = LESSONS[name], {}
         if name in SEEDED:
@@ -33,12 +39,16 @@ def main(cfg: Lessons, action: str | None):
         if cfg.checkpoint is not None:
             given["model"] = checkpoint.load_model(checkpoint.find(cfg.checkpoint))
         lesson = module.lesson(**given)
-        print("\n" * (i > 0) + f"{name}: {about(module)}\n\n{as_text(lesson)}", flush=True)
+        print("\n" * (i > 0) + page(name, lesson), flush=True)
         if name in pictures:
             _draw(module, lesson.numbers, pictures[name])
-        holds.append(lesson.holds)
-    if not all(holds):
-        sys.exit(1)
+        all_hold &= lesson.holds
+    return all_hold
+
+
+def page(name: str, lesson: Lesson) -> str:
+    """What is printed of a lesson."""
+    return f"{name}: {about(LESSONS[name])}\n\n{as_text(lesson)}"
 
 
 def about(module) -> str:

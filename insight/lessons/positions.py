@@ -155,13 +155,12 @@ def _loss_by_position(scheme: str, seed: int) -> list[float]:
             return total / count
 
         train(model.parameters(), loss, STEPS)
-        text = _text(512, REACH + 1)
+        text = _text(256, REACH + 1)
         with torch.no_grad():
-            logits = model(text[:, :-1])
+            logits, targets = model(text[:, :-1]), text[:, 1:]
         return (
-            torch.nn.functional.cross_entropy(logits.flatten(0, 1), text[:, 1:].flatten(), reduction="none")
-            .view(512, REACH)
-            .mean(0)
+            torch.stack([functional.cross_entropy(logits[:, i], targets[:, i])[0] for i in range(REACH)])
+            .div(len(text))
             .tolist()
         )
 
