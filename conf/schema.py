@@ -248,6 +248,15 @@ class Prepare:
 
 
 @dataclass
+class Lessons:
+    """Everything that `python -m scripts.lessons` can be told."""
+
+    plot: str | None
+    checkpoint: str | None
+    seed: int = number(at_least=0)
+
+
+@dataclass
 class ImportHF:
     """Everything that `python -m scripts.import_hf` can be told."""
 
