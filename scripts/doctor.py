@@ -1,6 +1,7 @@
 """Says what is wrong with a model, and where.  python -m scripts.doctor checkpoint=runs/NAME"""
 
 import json
+import math
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -18,7 +19,7 @@ from data.corpus import open_corpus
 from data.prepare import corpus_folder, prepare
 from data.tokenizer import Tokenizer, load_tokenizer
 from insight import doctor
-from insight.doctor import CHECKS, Patient, Result
+from insight.doctor import CHECKS, Finding, Patient, Result
 from model import GPT, generate
 from training import auto, checkpoint
 from training.optimizer import build_optimizer
@@ -31,7 +32,19 @@ ITS_OWN = ("checkpoint", "json", "device")  # what may be said besides a checkpo
 
 @entry_point("doctor", Doctor)
 def main(cfg: Doctor):
-    patient = new_model(cfg) if cfg.checkpoint is None else trained_model(cfg)
+    if cfg.checkpoint is None:
+        patient = new_model(cfg)
+    else:
+        given = [override.lstrip("+~") for override in HydraConfig.get().overrides.task]
+        if unused := [override for override in given if override.split("=")[0].split("@")[0] not in ITS_OWN]:
+            raise ValueError(f"a checkpoint has settings of its own: {unused[0]} has no use beside {cfg.checkpoint}")
+        patient = trained_model(cfg.checkpoint, cfg.device)
+    if examine(patient, cfg.json):
+        sys.exit(1)
+
+
+def examine(patient: Patient, json_file: str | None = None) -> list[Finding]:
+    """Prints what each check finds, and writes it to a file."""
     results = []
     for result in doctor.run(patient):
         results.append(result)
@@ -39,11 +52,11 @@ def main(cfg: Doctor):
     findings = [finding for result in results for finding in result.findings]
     made = sum(result.not_checked is None for result in results)
     print(f"\n{len(findings) or 'no'} finding{'s' * (len(findings) != 1)} in {made} checks")
-    if cfg.json is not None:
-        content = {"findings": [asdict(finding) for finding in findings], "checks": [asdict(r) for r in results]}
-        Path(cfg.json).write_text(json.dumps(content, indent=2, ensure_ascii=False), encoding="utf-8")
-    if findings:
-        sys.exit(1)
+    if json_file is not None:
+        checks = [asdict(result) | {"findings": len(result.findings)} for result in results]
+        content = {"findings": [as_json(finding) for finding in findings], "checks": checks}
+        Path(json_file).write_text(json.dumps(content, indent=2, ensure_ascii=False), encoding="utf-8")
+    return findings
 
 
 def new_model(cfg: Doctor) -> Patient:
@@ -68,13 +81,10 @@ def new_model(cfg: Doctor) -> Patient:
     )
 
 
-def trained_model(cfg: Doctor) -> Patient:
+def trained_model(path: str, device: str) -> Patient:
     """A checkpoint's model and tokenizer, on held-out text where its corpus is here, else on text of its own."""
-    given = [o for o in HydraConfig.get().overrides.task if o.lstrip("+~").split("=")[0].split("@")[0] not in ITS_OWN]
-    if given:
-        raise ValueError(f"a checkpoint has its own settings, {given[0]} has no use beside checkpoint={cfg.checkpoint}")
-    folder = checkpoint.find(cfg.checkpoint)
-    about, device = checkpoint.read_about(folder), auto.choose_device(cfg.device)
+    folder = checkpoint.find(path)
+    about, device = checkpoint.read_about(folder), auto.choose_device(device)
     model, tokenizer = checkpoint.load_model(folder, device), load_tokenizer(folder / "tokenizer")
     seq_len = min(about["seq_len"], model.max_seq_len)
     text, ids, where = held_out_text(about, tokenizer)
@@ -152,6 +162,13 @@ def training_by(settings: dict) -> Callable[[GPT], Callable[[Tensor, Tensor], fl
 
 def progress(steps):
     return track(steps, "  learning", transient=True, disable=not sys.stderr.isatty())
+
+
+def as_json(finding: Finding) -> dict:
+    """JSON has no NaN and no infinity: they become words."""
+    numbers = {name: getattr(finding, name) for name in ("value", "bound")}
+    words = {name: str(x) for name, x in numbers.items() if x is not None and not math.isfinite(x)}
+    return asdict(finding) | words
 
 
 def describe(result: Result) -> str:

@@ -41,8 +41,9 @@ def numbers(patient: Patient, T_q: int, T_k: int) -> tuple[Tensor, Tensor, Tenso
     return q, k, v
 
 
-def d_head(patient: Patient) -> int:
-    return patient.model.arguments["d_model"] // patient.model.arguments["n_heads"]
+def length(patient: Patient) -> int:
+    """As many queries and keys as a head is wide, so that a product with keys that were not transposed fits too."""
+    return max(4, patient.model.arguments["d_model"] // patient.model.arguments["n_heads"])
 
 
 def weights(attend: Callable, q: Tensor, k: Tensor, mask: Tensor | None, bias: Tensor | None = None) -> Tensor:
@@ -66,7 +67,7 @@ def masks(patient: Patient, rows: int, T: int) -> Iterator[tuple[str, Tensor | N
 
 def row_sums(patient: Patient) -> Iterator[Finding]:
     """The weights of a query sum to 1."""
-    T = d_head(patient) + 1
+    T = length(patient)
     for where, attend in kernels(patient):
         q, k, _ = numbers(patient, T, T)
         for name, mask, bias, _ in masks(patient, len(q), T):
@@ -83,7 +84,7 @@ def row_sums(patient: Patient) -> Iterator[Finding]:
 
 def masked_weights(patient: Patient) -> Iterator[Finding]:
     """What is hidden has weight 0 exactly, also where everything that may be seen scores far lower."""
-    T = d_head(patient) + 1
+    T = length(patient)
     for where, attend in kernels(patient):
         q, k, _ = numbers(patient, T, T)
         far_q, far_k = torch.zeros_like(q), torch.zeros_like(k)
@@ -108,7 +109,7 @@ def masked_weights(patient: Patient) -> Iterator[Finding]:
 
 def all_masked_row(patient: Patient) -> Iterator[Finding]:
     """A query that may look nowhere gets zeros, and finite gradients: one NaN would reach every weight."""
-    T = d_head(patient) + 1
+    T = length(patient)
     for where, attend in kernels(patient):
         q, k, v = (x.requires_grad_() for x in numbers(patient, T, T))
         mask = reference.causal(T, T).expand(len(q), 1, T, T).clone()
@@ -133,13 +134,11 @@ def all_masked_row(patient: Patient) -> Iterator[Finding]:
 def scores(patient: Patient) -> Iterator[Finding]:
     """The weights say how they were made: log w = q.k / sqrt(d_head) + bias, but for a constant in each row.
 
-    What the two terms are multiplied by is fitted, over keys that all may be seen. Once with as many keys as a head
-    is wide, where a product of queries with keys that were not transposed has the same shape.
+    What the two terms are multiplied by is fitted, over keys that all may be seen.
     """
-    d = d_head(patient)
-    expected = 1 / math.sqrt(d)
+    expected = 1 / math.sqrt(patient.model.arguments["d_model"] // patient.model.arguments["n_heads"])
     for where, attend in kernels(patient):
-        for T in (d + 1, max(d, 2)):
+        for T in (length(patient), length(patient) + 1):
             q, k, _ = numbers(patient, T, T)
             q = q / 4  # so that no weight is too small to have a logarithm
             generator = torch.Generator().manual_seed(2)
@@ -148,7 +147,7 @@ def scores(patient: Patient) -> Iterator[Finding]:
             try:
                 found = weights(attend, q, k, everything, bias).log()
             except RuntimeError as error:
-                what = f"{T} queries and keys of width {d} cannot be computed: {' '.join(str(error).split())}"
+                what = f"{T} queries and keys of width {q.shape[-1]} cannot meet: {' '.join(str(error).split())}"
                 yield Finding("scores", where, what, "the product is q k^T: transpose the last two axes of k")
                 break
             if not found.isfinite().all():
@@ -211,7 +210,7 @@ def _fit(found: Tensor, products: Tensor, bias: Tensor) -> tuple[list[float], fl
 
 def values(patient: Patient) -> Iterator[Finding]:
     """The output is the values, mixed by the weights."""
-    T = d_head(patient) + 1
+    T = length(patient)
     for where, attend in kernels(patient):
         q, k, v = numbers(patient, T, T)
         mask = reference.causal(T, T)

@@ -1,6 +1,7 @@
 """What each attention layer does around its kernel: splitting into heads, positions, rotation, and putting together."""
 
 import copy
+import math
 from collections.abc import Iterator
 
 import torch
@@ -14,7 +15,7 @@ from model.attention import CausalMultiHeadAttention
 def head_order(patient: Patient) -> Iterator[Finding]:
     """Head i is the i-th stretch of rows of wq, wk and wv, and of columns of wo.
 
-    Queries and keys are compared by the lengths of the pairs that RoPE turns, which no position changes.
+    Where there is RoPE, queries and keys are compared by their lengths, which no rotation changes.
     """
     model = patient.probe
     with watched(model) as layers:
@@ -55,11 +56,11 @@ def _projected(attention: CausalMultiHeadAttention, name: str, x: Tensor, split)
 
 
 def _comparable(name: str, x: Tensor, arguments: dict, turned: bool = False) -> Tensor:
-    """What RoPE leaves alone: the lengths of pairs, of values and without RoPE everything."""
+    """What RoPE leaves alone: the lengths of queries and keys, and of values everything."""
     if name == "wv" or arguments["positions"] != "rope":
         return x
     _, amplitude = reference.rope_angles(arguments, torch.zeros(1))
-    return reference.pairs(x, arguments["pairing"]).abs() / (amplitude if turned else 1.0)
+    return x.norm(dim=-1, keepdim=True) / (amplitude if turned else 1.0)
 
 
 def rotation(patient: Patient) -> Iterator[Finding]:
@@ -173,30 +174,27 @@ def position_tables(patient: Patient) -> Iterator[Finding]:
         tables["position_embedding.table"] = model.position_embedding, "table", table
     elif arguments["positions"] == "alibi":
         tables["alibi.slopes"] = model.alibi, "slopes", _slopes(arguments["n_heads"])
-    wrong: dict[tuple, list] = {}
+    wrong: dict[str, list[tuple[str, float]]] = {}
     for name, (module, attribute, expected) in tables.items():
         table = getattr(module, attribute).detach().cpu()
-        error = (table.double() - expected).abs().max().item() if table.shape == expected.shape else float("inf")
+        error = (table.double() - expected).abs().max().item() if table.shape == expected.shape else math.inf
         after = getattr(copy.deepcopy(module).bfloat16(), attribute)
-        if table.dtype != torch.float32 or not error < 1e-6:
-            distinct, all_rows = len(table.flatten(1).unique(dim=0)), len(table)
-            what = f"the table is {str(table.dtype).removeprefix('torch.')} and off by up to {error:.2g}"
-            if arguments["positions"] != "alibi" and distinct < all_rows and after.dtype != torch.float32:
-                what += f": {all_rows} positions have {distinct} different rows"
-            do = "compute it in float64, keep it in float32, and rotate in float32"
-            wrong.setdefault((what, do, error, 1e-6), []).append(name)
+        if table.dtype != torch.float32:
+            wrong.setdefault(f"the table is {table.dtype}", []).append((name, error))
+        elif not error < 1e-6:
+            wrong.setdefault("the table is not what the formula says", []).append((name, error))
         elif after.dtype != torch.float32:
-            what = f"the table becomes {str(after.dtype).removeprefix('torch.')} when the model does"
             error = (after.cpu().double() - expected).abs().max().item()
-            wrong.setdefault((what, "keep the buffer out of .to(dtype)", error, 1e-6), []).append(name)
-    for (what, do, value, bound), names in wrong.items():
-        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-        yield Finding("position tables", names[0] + more, what, do, value, bound)
+            wrong.setdefault(f"the table becomes {after.dtype} when the model does", []).append((name, error))
+    for what, found in wrong.items():
+        more = f" and {len(found) - 1} more" if len(found) > 1 else ""
+        error = max(error for _, error in found)
+        do = "compute it in float64, keep it in float32 whatever the model is cast to, and rotate in float32"
+        yield Finding("position tables", found[0][0] + more, f"{what}: it is off by up to {error:.2g}", do, error, 1e-6)
 
 
 def _slopes(n_heads: int) -> Tensor:
-    """ALiBi's: a geometric row that ends at 2^-8 for a power of two; else that of the next smaller one, and every
-    other of the next larger."""
+    """ALiBi's: a geometric row that ends at 2^-8; between powers of two those of the smaller and some of the larger."""
     if n_heads & (n_heads - 1) == 0:
         return torch.tensor([2.0 ** (-8 * (i + 1) / n_heads) for i in range(n_heads)]).double().view(-1, 1, 1)
     smaller = 1 << (n_heads.bit_length() - 1)

@@ -2,6 +2,7 @@
 
 import copy
 import math
+import statistics
 from collections.abc import Iterator
 
 import torch
@@ -13,7 +14,9 @@ from model import GPT
 FIRST_LOSS = 0.5  # nats above or below ln(vocabulary)
 ROWS, LENGTH = 4, 32  # of the batch that is learned by heart
 BY_HEART, STEPS = 0.5, 60  # share of the first loss that is left after so many steps
+CHANGE = 1.0  # of a matrix in one step, in units of its size
 RISE, RATE_STEPS = 1.0, 20  # nats that the loss may rise above where it began, in so many steps
+NOWHERE = 0.99  # share of the first loss that may be left after them
 
 
 def first_loss(patient: Patient) -> Iterator[Finding]:
@@ -73,10 +76,11 @@ def one_batch(patient: Patient) -> Iterator[Finding]:
 
 
 def learning_rate(patient: Patient) -> Iterator[Finding]:
-    """At the peak of the learning rate, a new model of this shape learns one batch without being thrown back.
+    """At the peak of its learning rate, a new model of this shape learns one batch and is not thrown back.
 
-    By the optimizer and the settings of training, step by step, without the warm-up, on the same batch over and over. A
-    rate that is too high for the width lifts the loss far above where it began, whatever the optimizer is called.
+    By the optimizer and the settings of training, without the warm-up, on the same batch over and over. What counts is
+    what a step does, whatever its optimizer is called: a first step that changes a matrix by more than its size leaves
+    nothing of how it began, and a rate that is too high for the width lifts the loss far above where it began.
     """
     if patient.start_training is None:
         raise NotChecked("the settings of its training are not known")
@@ -85,32 +89,41 @@ def learning_rate(patient: Patient) -> Iterator[Finding]:
         model = GPT(**patient.model.arguments).to(patient.model.embedding.weight.device)
     model.eval()  # without dropout
     before = {name: p.detach().clone() for name, p in model.named_parameters() if p.ndim == 2}
-    step = patient.start_training(model)
-    tokens, targets = _batch(patient)
-    losses, ratios = [], {}
-    for i in patient.progress(range(RATE_STEPS)):
-        losses.append(step(tokens, targets))
-        if i == 0:
-            ratios = {
-                name: ((p.detach() - before[name]).norm() / before[name].norm()).item()
-                for name, p in model.named_parameters()
-                if name in before and before[name].any()
-            }
+    step, batch = patient.start_training(model), _batch(patient)
+    losses = [step(*batch)]
+    name, ratio = _most_changed(before, dict(model.named_parameters()))
+    lower = "divide the learning rate by 10 and look again"
+    if not ratio <= CHANGE:
+        what = f"at its peak the first step changes {name} by {ratio:.3g} times its size"
+        yield Finding("learning rate", f"optimizer, {name}", what, lower, ratio, CHANGE)
+        return
+    for i in patient.progress(range(2, RATE_STEPS + 1)):
+        losses.append(step(*batch))
         if not losses[-1] <= losses[0] + RISE:
-            most = max(ratios, key=ratios.get)
-            what = (
-                f"at its peak the loss rises from {losses[0]:.2f} to {losses[-1]:.2f} nats in {i + 1} steps; "
-                f"the first changes {most} by {ratios[most]:.2g} times its size"
-            )
-            yield Finding(
-                "learning rate", "optimizer.lr", what, "divide it by 10 and look again", losses[-1], losses[0] + RISE
-            )
+            what = f"at its peak the loss rises from {losses[0]:.2f} to {losses[-1]:.2f} nats in {i} steps"
+            yield Finding("learning rate", "optimizer", what, lower, losses[-1], losses[0] + RISE)
             return
-    if not losses[-1] < losses[0] * 0.99:
+    if not losses[-1] < NOWHERE * losses[0]:
         what = f"at its peak the loss goes from {losses[0]:.4f} to {losses[-1]:.4f} nats in {RATE_STEPS} steps: nowhere"
-        yield Finding(
-            "learning rate", "optimizer.lr", what, "multiply it by 10 and look again", losses[-1], losses[0] * 0.99
-        )
+        do = "multiply the learning rate by 10 and look again"
+        yield Finding("learning rate", "optimizer", what, do, losses[-1], NOWHERE * losses[0])
+
+
+def _most_changed(before: dict[str, Tensor], now: dict[str, Tensor]) -> tuple[str, float]:
+    """The matrix that has changed most, in units of its size. What begins at zero, or near, grows from there."""
+    sizes = {name: _size(weight) for name, weight in before.items()}
+    usual = statistics.median(sizes.values())
+    changes = {
+        name: _size(now[name].detach() - weight) / sizes[name]
+        for name, weight in before.items()
+        if sizes[name] > usual / 20
+    }
+    return max(changes.items(), key=lambda item: item[1], default=("", 0.0))
+
+
+def _size(x: Tensor) -> float:
+    """Root of the mean square."""
+    return x.double().square().mean().sqrt().item()
 
 
 def _copy(patient: Patient) -> GPT:

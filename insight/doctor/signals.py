@@ -10,10 +10,12 @@ from torch import Tensor
 from insight.doctor import reference
 from insight.doctor.patient import Finding, NotChecked, Patient, watched
 
-LARGE_SCORE = 50.0  # between two keys e^50 leaves nothing of the other; beyond, bf16 cannot tell neighbours apart
+LARGE_SCORE = 100.0  # where "Kimi K2: Open Agentic Intelligence" (2025) begins to clip
+ATTENTION_ROWS = 2  # of the batch, whose squares of weights are held
 SATURATED = 0.99  # a weight above leaves a hundredth of its gradient
 LARGE_ACTIVATION = 1e4  # float16 ends at 65504
 OUTLIER = 30.0  # times what the other branches write
+SOME_KEYS = 4  # that a query must see for its choice to say anything
 DEAD_UNITS = 0.9  # share of a layer's hidden units
 
 
@@ -21,7 +23,7 @@ def _attention(patient: Patient) -> Iterator[tuple[int, Tensor, Tensor, Tensor]]
     """(layer, scores, weights, mask) (b h q k) of each layer on the patient's text, by the reference's mathematics."""
     model = patient.model
     with torch.no_grad(), watched(model) as layers:
-        model(patient.tokens)
+        model(patient.tokens[:ATTENTION_ROWS])
     for i, layer in enumerate(layers):
         q, k, _, mask, bias, soft_cap, _ = layer.arguments
         q, k = q.double().cpu(), k.double().cpu()
@@ -33,8 +35,7 @@ def _attention(patient: Patient) -> Iterator[tuple[int, Tensor, Tensor, Tensor]]
 
 
 def score_size(patient: Patient) -> Iterator[Finding]:
-    """Scores are of a size that a softmax can tell apart and bf16 can hold ("Scaling Vision Transformers to 22B
-    Parameters", 2023)."""
+    """Scores stay of a size at which training is stable ("Scaling Vision Transformers to 22B Parameters", 2023)."""
     for i, scores, _, mask in _attention(patient):
         largest = scores.masked_fill(~mask, 0.0).abs().amax((0, 2, 3))
         for h in (largest > LARGE_SCORE).nonzero().flatten().tolist():
@@ -70,6 +71,8 @@ def entropy(patient: Patient) -> Iterator[Finding]:
     for i, _, weights, mask in _attention(patient):
         bits = -(weights * weights.clamp(min=1e-300).log()).sum(-1)
         most = mask.sum(-1).double().log()
+        if mask.sum(-1).max() < SOME_KEYS:
+            raise NotChecked(f"no token sees {SOME_KEYS} others")
         missing = _of_queries_that_choose(1 - bits / most.clamp(min=1e-30), mask)  # share of what it could be
         for h in (missing < 1e-6).nonzero().flatten().tolist():
             what = "its weights are the same for all keys: it averages, and its queries or keys are dead"
@@ -78,8 +81,8 @@ def entropy(patient: Patient) -> Iterator[Finding]:
 
 
 def _of_queries_that_choose(x: Tensor, mask: Tensor) -> Tensor:
-    """The mean (h) of x (b h q) over the queries that see at least 4 keys."""
-    chooses = (mask.sum(-1) >= 4).double().expand_as(x)
+    """The mean (h) of x (b h q) over the queries that see SOME_KEYS or more."""
+    chooses = (mask.sum(-1) >= SOME_KEYS).double().expand_as(x)
     return (x * chooses).sum((0, 2)) / chooses.sum((0, 2)).clamp(min=1)
 
 
