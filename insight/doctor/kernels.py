@@ -113,9 +113,9 @@ def all_masked_row(patient: Patient) -> Iterator[Finding]:
     for where, attend in kernels(patient):
         q, k, v = (x.requires_grad_() for x in numbers(patient, T, T))
         mask = reference.causal(T, T).expand(len(q), 1, T, T).clone()
-        mask[0, :, 2 % T] = False
+        mask[0, :, 2] = False
         y = attend(q, k, v, mask, None, None, 0.0)[0]
-        row = y[0, :, 2 % T].detach()
+        row = y[0, :, 2].detach()
         gradients = torch.autograd.grad(y.square().sum(), (q, k, v))
         finite = all(gradient.isfinite().all() for gradient in gradients)
         if row.isfinite().all() and (row == 0).all() and finite:
@@ -161,42 +161,30 @@ def scores(patient: Patient) -> Iterator[Finding]:
 
 def _explain(found: Tensor, products: Tensor, bias: Tensor, expected: float, q: Tensor, k: Tensor) -> tuple | None:
     """(what, do, value, bound) of log-weights (b h q k) that are not products * expected + bias; None if they are."""
-    factors, left = _fit(found, products, bias)
-    T, d = q.shape[-2:]
+    (scale, of_bias), left = _fit(found, products, bias)
     if left > CLOSE:
-        if k.shape[2] == d and _fit(found, q @ reference.shared(k, q.shape[1]), bias)[1] < CLOSE:
-            what = f"with {T} keys of width {d}, queries meet the columns of the keys: k is not transposed"
-            return what, "the product is q k^T: transpose the last two axes of k", left, CLOSE
-        if k.shape[1] < q.shape[1]:
-            repeated = k.repeat(1, q.shape[1] // k.shape[1], 1, 1)
-            if _fit(found, q @ repeated.transpose(-1, -2), bias)[1] < CLOSE:
-                what = "query heads take key heads in turn, not those that stand together"
-                return (
-                    what,
-                    "repeat each key head beside itself: repeat_interleave, 'b g k d -> b (g r) k d'",
-                    left,
-                    CLOSE,
-                )
-        rows = worst_heads(products * factors[0] + bias * factors[1], found, CLOSE) if T > 1 else ""
-        return (
-            f"the scores are not products of queries and keys{rows}",
-            "compare with softmax(q k^T / sqrt(d_head) + bias)",
-            left,
-            CLOSE,
-        )
-    if abs(factors[0] / expected - 1) > CLOSE:
-        if abs(factors[0] - 1) < CLOSE:
+        confused = {
+            ("k is not transposed: queries meet the columns of the keys", "transpose the last two axes of k"): (
+                q @ reference.shared(k, q.shape[1]) if k.shape[2] == k.shape[3] else products
+            ),
+            ("query heads take key heads in turn, not those that stand together", "'b g k d -> b (g r) k d'"): (
+                q @ k.repeat(1, q.shape[1] // k.shape[1], 1, 1).transpose(-1, -2)
+            ),
+        }
+        for (what, do), other in confused.items():
+            if _fit(found, other, bias)[1] < CLOSE:
+                return what, do, left, CLOSE
+        off = [h for h in range(q.shape[1]) if _fit(found[:, h], products[:, h], bias[:, h])[1] > CLOSE]
+        which = f", head {', '.join(map(str, off))}" if 0 < len(off) < q.shape[1] else ""
+        what = f"the scores are not q k^T times one factor{which}"
+        return what, "compare with softmax(q k^T / sqrt(d_head) + bias)", left, CLOSE
+    if abs(scale / expected - 1) > CLOSE:
+        what = f"the scores are q k^T times {scale:.4g}, not 1 / sqrt(d_head)"
+        if abs(scale - 1) < CLOSE:
             what = "the scores are not divided by sqrt(d_head)"
-        else:
-            what = f"the scores are q.k times {factors[0]:.4g}, not 1 / sqrt(d_head)"
-        return what, "divide q k^T by math.sqrt(q.shape[-1]), once", factors[0], expected
-    if abs(factors[1] - 1) > CLOSE:
-        return (
-            f"the bias is added {factors[1]:.4g} times",
-            "add it once, to the scores after their scaling",
-            factors[1],
-            1.0,
-        )
+        return what, "divide q k^T by math.sqrt(q.shape[-1]), once", scale, expected
+    if abs(of_bias - 1) > CLOSE:
+        return f"the bias is added {of_bias:.4g} times", "add it once, to the scaled scores", of_bias, 1.0
     return None
 
 

@@ -2,13 +2,15 @@
 
 import copy
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
 from insight.doctor import reference
 from insight.doctor.patient import CLOSE, SAME, Finding, NotChecked, Patient, deviation, watched, worst_heads
+from model import GPT
 from model.attention import CausalMultiHeadAttention
 
 
@@ -47,7 +49,7 @@ def head_order(patient: Patient) -> Iterator[Finding]:
             yield Finding("head order", where, what, "put together by 'b h s d -> b s (h d)', then wo", value, SAME)
 
 
-def _projected(attention: CausalMultiHeadAttention, name: str, x: Tensor, split) -> Tensor:
+def _projected(attention: CausalMultiHeadAttention, name: str, x: Tensor, split: Callable) -> Tensor:
     """Queries, keys or values (b h s d) as they are before RoPE."""
     n = attention.n_heads if name == "wq" else attention.n_kv_heads
     heads = split(x @ getattr(attention, name).weight.T, n)
@@ -131,27 +133,21 @@ def _equal(seen: Tensor, expected: Tensor) -> bool:
     return seen.shape[-1] == len(expected) and bool((seen == expected).all())
 
 
-class _watched_schemes:  # noqa: N801  used like a function
+@contextmanager
+def _watched_schemes(model: GPT) -> Iterator[dict[str, list[Tensor]]]:
     """The positions that a scheme outside the layers is given, under its name."""
-
-    def __init__(self, model):
-        self.given: dict[str, list[Tensor]] = {}
-        self.hooks = []
-        for name in ("position_embedding", "alibi"):
-            if (module := getattr(model, name)) is not None:
-                at = 0 if name == "alibi" else 1
-                self.given[name] = []
-                self.hooks.append(
-                    module.register_forward_pre_hook(
-                        lambda _, arguments, to=self.given[name], at=at: to.append(arguments[at])
-                    )
-                )
-
-    def __enter__(self) -> dict[str, list[Tensor]]:
-        return self.given
-
-    def __exit__(self, *_):
-        for hook in self.hooks:
+    given: dict[str, list[Tensor]] = {}
+    hooks = []
+    for name, argument in (("position_embedding", 1), ("alibi", 0)):
+        if (module := getattr(model, name)) is not None:
+            positions = given.setdefault(name, [])
+            hooks.append(
+                module.register_forward_pre_hook(lambda _, given, to=positions, i=argument: to.append(given[i]))
+            )
+    try:
+        yield given
+    finally:
+        for hook in hooks:
             hook.remove()
 
 

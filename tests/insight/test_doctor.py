@@ -278,7 +278,7 @@ FAULTS = {
     "1/d": (
         "scores",
         "written_attention",
-        "q.k times 0.125",
+        "q k^T times 0.125",
         edited(functional, "scaled_dot_product_attention", "math.sqrt(q.shape[-1])", "q.shape[-1]"),
     ),
     "mask inverted": (
@@ -400,6 +400,29 @@ FAULTS = {
         "written_attention",
         "take key heads in turn",
         edited(attention, "written_attention", "b (g r) k d", "b (r g) k d"),
+    ),
+    "one head three times as sharp": (
+        "scores",
+        "written_attention",
+        "times one factor, head 2",
+        edited(
+            functional,
+            "scaled_dot_product_attention",
+            "/ math.sqrt(q.shape[-1])",
+            "/ math.sqrt(q.shape[-1]) * torch.tensor([1.0, 1.0, 3.0, 1.0]).view(4, 1, 1)",
+        ),
+    ),
+    "the bias twice": (
+        "scores",
+        "written_attention",
+        "the bias is added 2 times",
+        edited(functional, "scaled_dot_product_attention", "scores + _expand", "scores + 2 * _expand"),
+    ),
+    "a soft cap of one": (
+        "values",
+        "written_attention (layer 0, 1)",
+        "not bounded as cap * tanh",
+        edited(functional, "scaled_dot_product_attention", "soft_cap * torch.tanh(", "torch.tanh(", soft_cap=2.0),
     ),
     "value heads backwards": (
         "values",
