@@ -174,9 +174,13 @@ def _explain(found: Tensor, products: Tensor, bias: Tensor, expected: float, q: 
         for (what, do), other in confused.items():
             if _fit(found, other, bias)[1] < CLOSE:
                 return what, do, left, CLOSE
-        off = [h for h in range(q.shape[1]) if _fit(found[:, h], products[:, h], bias[:, h])[1] > CLOSE]
-        which = f", head {', '.join(map(str, off))}" if 0 < len(off) < q.shape[1] else ""
-        what = f"the scores are not q k^T times one factor{which}"
+        off = []
+        for h in range(q.shape[1]):
+            (scale, _), left_of_head = _fit(found[:, h], products[:, h], bias[:, h])
+            if left_of_head > CLOSE or abs(scale / expected - 1) > CLOSE:
+                off.append(str(h))
+        which = f" in head {', '.join(off)}" if len(off) < q.shape[1] else ""
+        what = f"the scores are not q k^T / sqrt(d_head){which}"
         return what, "compare with softmax(q k^T / sqrt(d_head) + bias)", left, CLOSE
     if abs(scale / expected - 1) > CLOSE:
         what = f"the scores are q k^T times {scale:.4g}, not 1 / sqrt(d_head)"

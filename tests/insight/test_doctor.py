@@ -75,7 +75,7 @@ def test_a_new_model_has_no_findings(arguments):
     assert examine(patient_of(new_model(**arguments))) == []
 
 
-@pytest.mark.parametrize("arguments", [HEALTHY[0], HEALTHY[5], HEALTHY[8]], ids=str)
+@pytest.mark.parametrize("arguments", [HEALTHY[1], HEALTHY[8]], ids=str)
 def test_branches_and_a_head_that_begin_at_zero_are_no_finding(arguments):
     model = new_model(**arguments)
     for block in model.blocks:
@@ -85,9 +85,7 @@ def test_branches_and_a_head_that_begin_at_zero_are_no_finding(arguments):
     assert examine(patient_of(model)) == []
 
 
-@pytest.mark.parametrize(
-    ("steps", "arguments"), [(5, HEALTHY[0]), (40, HEALTHY[1]), (40, HEALTHY[3]), (10, HEALTHY[5])], ids=str
-)
+@pytest.mark.parametrize(("steps", "arguments"), [(5, HEALTHY[0]), (40, HEALTHY[1]), (20, HEALTHY[3])], ids=str)
 def test_a_trained_model_has_no_findings(steps, arguments):
     assert examine(patient_of(trained(steps, **arguments), trained=True)) == []
 
@@ -404,7 +402,7 @@ FAULTS = {
     "one head three times as sharp": (
         "scores",
         "written_attention",
-        "times one factor, head 2",
+        "not q k^T / sqrt(d_head) in head 2",
         edited(
             functional,
             "scaled_dot_product_attention",
