@@ -229,6 +229,14 @@ class Evaluate:
 
 
 @dataclass
+class Doctor(Train):
+    """Everything that `python -m scripts.doctor` can be told: a run's settings, or a checkpoint that has its own."""
+
+    checkpoint: str | None
+    json: str | None
+
+
+@dataclass
 class Prepare:
     """Everything that `python -m scripts.prepare` can be told."""
 
