@@ -11,9 +11,10 @@ ALLOWED = {
     "data": {"data"},
     "conf": {"conf"},
     "training": {"training", "model"},
-    "scripts": {"model", "data", "conf", "training"},
+    "insight": {"insight", "model"},
+    "scripts": {"model", "data", "conf", "training", "insight"},
 }
-LAZY = {"wandb", "datasets", "rustbpe", "transformers", "tiktoken"}  # imported where used, or not at all
+LAZY = {"wandb", "datasets", "rustbpe", "transformers", "tiktoken", "captum"}  # imported where used, or not at all
 
 
 def imports(path) -> set[tuple[str, bool]]:
