@@ -131,7 +131,7 @@ def draw_cells(
         axis.set_yticks(range(len(row_names)), row_names, fontsize=8, parse_math=False)
         axis.set_xticks(range(len(column_names)), column_names, fontsize=8, rotation=45, ha="right", parse_math=False)
         axis.set_title(name, fontsize=9, loc="left")
-        figure.colorbar(image, ax=axis, label=unit)
+        figure.colorbar(image, ax=axis, label=unit, aspect=max(8, 0.8 * len(values)))
     _save(figure, path, title)
 
 
@@ -150,7 +150,7 @@ def draw_lens(path: str | Path, best: Sequence[Sequence[str]], chances: Tensor, 
     axis.set_yticks(range(n), tokens, fontsize=8, parse_math=False)
     axis.set_xlabel("if the model ended behind", fontsize=8)
     axis.set_ylabel("what would follow this token", fontsize=8)
-    figure.colorbar(image, ax=axis, label="probability")
+    figure.colorbar(image, ax=axis, label="probability", aspect=max(8, 0.8 * n))
     _save(figure, path, title)
 
 

@@ -44,6 +44,10 @@ ABLATED = {"zero": "zeros", "mean": "its mean over the text"}
 
 @entry_point("explain", Explain)
 def main(cfg: Explain):
+    explain(cfg)
+
+
+def explain(cfg: Explain):
     folder = checkpoint.find(cfg.checkpoint, warn=warn)
     model = checkpoint.load_model(folder, auto.choose_device(cfg.device))
     case = read_case(cfg, model, load_tokenizer(folder / "tokenizer"))
@@ -117,7 +121,9 @@ class Case:
             meaning += f" - log p({self.label(self.against)}), the difference of their logits"
         lines = [f"text        {len(self.labels)} tokens: {''.join(self.labels)}"]
         if self.corrupted is not None:
-            lines.append(f"corrupted   {''.join(map(self.label, self.corrupted[0].tolist()))}")
+            where = (self.tokens != self.corrupted)[0].nonzero().flatten().tolist()
+            changes = [f"{self.places[i]} > {self.label(self.corrupted[0, i].item())}" for i in where]
+            lines.append(f"corrupted   {'; '.join(changes)}")
         rival = "" if self.logits.argmax() == self.answer else f"; the most likely is {self.best(self.logits)}"
         return [*lines, f"answer      {answer}, probability {p:.4f}{rival}", f"score       {score:.4f} nats: {meaning}"]
 
@@ -216,8 +222,9 @@ def explain_attention(cfg: Explain, case: Case) -> dict:
         row["remark"] = remark(row, largest)
     correlation = rank_correlation([row["weight"] for row in rows], [abs(row["effect"]) for row in rows])
 
-    last, matters = case.places[-1], case.places[key]
-    print(f"where the heads look from the last token, {last}; weight: on {matters}, {because(cfg)}")
+    last = len(case.labels) - 1
+    print(f"where the heads look from the last token, {last} ({case.labels[-1]})")
+    print(f"weight: on token {key} ({case.labels[key]}), {because(cfg)}\n")
     show(
         ["head", "weight", "looks most at", "with", "effect", "p(answer)", *rows[0].keys() & {"recovered"}, ""],
         [
