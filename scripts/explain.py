@@ -58,7 +58,7 @@ def explain(cfg: Explain):
     figures = METHODS[cfg.method](cfg, case)
     if cfg.json is not None:
         facts = {"checkpoint": str(folder), "method": cfg.method, **case.facts(), **figures}
-        Path(cfg.json).write_text(json.dumps(facts, ensure_ascii=False, indent=1), encoding="utf-8")
+        Path(cfg.json).write_text(json.dumps(facts, ensure_ascii=False), encoding="utf-8")
     for path in (cfg.plot, cfg.page, cfg.json):
         if path is not None:
             print(path)
@@ -217,7 +217,7 @@ def explain_attention(cfg: Explain, case: Case) -> dict:
     if case.corrupted is not None:
         for row, share in zip(rows, patch_heads(case), strict=True):
             row["recovered"] = share
-    largest = max(abs(row["effect"]) for row in rows)
+    largest = max(1e-9, *(abs(row["effect"]) for row in rows))
     for row in rows:
         row["remark"] = remark(row, largest)
     correlation = rank_correlation([row["weight"] for row in rows], [abs(row["effect"]) for row in rows])
@@ -256,8 +256,8 @@ def explain_attention(cfg: Explain, case: Case) -> dict:
         effects = torch.tensor([row["effect"] for row in rows]).view(weights.shape[:2])
         maps.draw_attention(cfg.plot, weights, case.labels, effects, case.title)
     if cfg.page is not None:
-        about = {"lines": [f"checkpoint  {cfg.checkpoint}", *case.described()], "ablated": ABLATED[cfg.ablation]}
-        about |= {"key": key, "because": because(cfg)}
+        lines = [f"checkpoint  {cfg.checkpoint}", *case.described()[1:]]  # the text is there anyhow
+        about = {"lines": lines, "key": key, "because": because(cfg), "ablated": ABLATED[cfg.ablation]}
         write_page(cfg.page, weights, case.labels, rows, about)
     return {"key": key, "heads": rows, "rank_correlation": correlation, "weights": weights.tolist()}
 
@@ -413,9 +413,10 @@ def explain_patching(cfg: Explain, case: Case) -> dict:
     model, n_layers = case.model, len(case.model.blocks)
     streams = [Site("stream", i) for i in range(n_layers + 1)]
     clean = record(model, case.tokens, {*everything(model), *branches(model), *streams})
+    clean_score, corrupted_score = both_scores(case)
 
     def shares(logits: Tensor) -> list[float]:
-        return share_of(case, logits)
+        return recovered(case.score(logits), clean_score, corrupted_score).tolist()
 
     def alone(sites: Iterable[Site]) -> list[float]:
         return shares(patch(model, case.corrupted, {site: clean[site] for site in sites}))
@@ -437,8 +438,8 @@ def explain_patching(cfg: Explain, case: Case) -> dict:
     if len(moved) < len(changed):
         print(f"the other {len(changed) - len(moved)} tokens recover less than {SMALL:.0%} anywhere")
     print(
-        f"\nrecovered: of the way from the corrupted text's score, {case.score(corrupted_logits(case)).item():.4f}, "
-        "back to the clean one's; * marks what is corrupted"
+        f"\nrecovered: of the way from the corrupted text's score, {corrupted_score:.4f}, back to the clean one's; "
+        "* marks what is corrupted"
     )
     if cfg.plot is not None:
         grid = ("the stream, at one token", torch.tensor(stream).T, case.places, names)
@@ -451,24 +452,22 @@ def stream_names(n_layers: int) -> list[str]:
 
 
 @torch.no_grad()
-def corrupted_logits(case: Case) -> Tensor:
-    return last_logits(case.model, case.corrupted)
-
-
-def share_of(case: Case, logits: Tensor) -> list[float]:
-    """Which share of the score each row of logits (b vocab) has recovered."""
-    clean, corrupted = case.score(case.logits).item(), case.score(corrupted_logits(case)).item()
+def both_scores(case: Case) -> tuple[float, float]:
+    """The clean text's and the corrupted one's; ValueError if there is nothing to recover."""
+    clean, corrupted = case.score(case.logits).item(), case.score(last_logits(case.model, case.corrupted)).item()
     if abs(clean - corrupted) < 1e-4:
         raise ValueError(
             f"corrupted must change the score of the answer, got {clean:.4f} and {corrupted:.4f}: change what matters, "
             "method=occlusion says what does"
         )
-    return recovered(case.score(logits), clean, corrupted).tolist()
+    return clean, corrupted
 
 
 def patch_heads(case: Case) -> list[float]:
-    clean = record(case.model, case.tokens, heads(case.model))
-    return [share_of(case, patch(case.model, case.corrupted, {site: x}))[0] for site, x in clean.items()]
+    """What each head recovers, alone."""
+    ends, source = both_scores(case), record(case.model, case.tokens, heads(case.model))
+    logits = [patch(case.model, case.corrupted, {site: x}) for site, x in source.items()]
+    return recovered(case.score(torch.cat(logits)), *ends).tolist()
 
 
 def draw_parts(cfg: Explain, case: Case, parts: dict[str, float], grids: list, unit: str):
