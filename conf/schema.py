@@ -262,7 +262,7 @@ class Explain:
     replacement: str | None
     ablation: str = one_of("zero", "mean")
     key: int | None = number(at_least=0)
-    max_steps: int = number(at_least=32)
+    max_steps: int = number(at_least=1)
     batch: int = number(at_least=1)
     device: str
     json: str | None

@@ -102,7 +102,7 @@ def integrated_gradients(
     start = baseline.expand_as(embeddings)
     with torch.no_grad():
         difference = (forward(embeddings) - forward(start)).item()
-    method = methods().IntegratedGradients(forward)
+    method, steps = methods().IntegratedGradients(forward), min(steps, max_steps)
     while True:
         shares = method.attribute(embeddings, baselines=start, n_steps=steps, internal_batch_size=batch)
         error = shares.sum().item() - difference

@@ -85,7 +85,7 @@ def draw_attention(path: str | Path, weights: Tensor, tokens: Sequence[str], eff
     )
     for i in range(n_layers):
         for h in range(n_heads):
-            image = axes[i, h].imshow(weights[i, h].where(seen, math.nan), cmap="Blues", vmin=0, vmax=1)
+            image = axes[i, h].imshow(weights[i, h].where(seen, math.nan).numpy(), cmap="Blues", vmin=0, vmax=1)
             axes[i, h].set_title(f"head {i}.{h}, effect {effects[i, h]:+.3f}", fontsize=9)
     for row in axes:
         _label(row[0].yaxis, tokens, side)
@@ -125,7 +125,7 @@ def draw_cells(
     )
     for axis, (name, values, row_names, column_names) in zip(axes[:, 0], grids, strict=True):
         far = max(values.abs().max().item(), 1e-9)
-        image = axis.imshow(values, cmap="RdBu", vmin=-far, vmax=far, aspect="auto")
+        image = axis.imshow(values.numpy(), cmap="RdBu", vmin=-far, vmax=far, aspect="auto")
         texts = [[f"{round(value, 2) + 0.0:.2f}" for value in row] for row in values.tolist()]  # no -0.00
         _write(axis, texts, values.abs() > 0.6 * far)
         axis.set_yticks(range(len(row_names)), row_names, fontsize=8, parse_math=False)
@@ -143,7 +143,7 @@ def draw_lens(path: str | Path, best: Sequence[Sequence[str]], chances: Tensor, 
     pyplot = _pyplot()
     n_columns, n = chances.shape
     figure, axis = pyplot.subplots(figsize=(max(6.0, 2.8 + 0.8 * n_columns), 2.2 + 0.2 * n), layout="constrained")
-    image = axis.imshow(chances.T, cmap="Blues", vmin=0, vmax=1, aspect="auto")
+    image = axis.imshow(chances.T.numpy(), cmap="Blues", vmin=0, vmax=1, aspect="auto")
     _write(axis, [[token[:12] for token in row] for row in zip(*best, strict=True)], chances.T > 0.6)
     names = ["embedding", *(f"block {i}" for i in range(n_columns - 1))]
     axis.set_xticks(range(n_columns), names, fontsize=8)

@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -15,12 +16,12 @@ from insight.induction import INDUCTION, PREVIOUS, SINK, WATCHER, induction_mode
 from scripts.explain import METHODS, explain
 from training import checkpoint
 
-TEXT = "^cabda"  # behind the first a came b
+TEXT = "_cabda"  # behind the first a came b
 
 
 @pytest.fixture
 def folder(tmp_path):
-    tokenizer = CharacterTokenizer("^abcdefg")
+    tokenizer = CharacterTokenizer("_abcdefg")
     weights, about = checkpoint.snapshot(induction_model(tokenizer.vocab_size, max_seq_len=12))
     about |= {"step": 7, "seq_len": 12, "precision": "fp32"}
     checkpoint.save(tmp_path / "step", weights, tokenizer.save, about)
@@ -65,7 +66,7 @@ def test_a_heads_weight_stands_beside_its_effect_and_looking_without_effect_is_s
 
 
 def test_with_a_corrupted_text_the_table_says_what_patching_each_head_recovers(run):
-    out, found = run("corrupted=^cebda")
+    out, found = run("corrupted=_cebda")
     shares = {(row["layer"], row["head"]): row["recovered"] for row in found["heads"]}
     assert shares == pytest.approx({PREVIOUS: 1, SINK: 0, INDUCTION: 1, WATCHER: 0}, abs=1e-3)
     assert "corrupted   2 a > e" in out
@@ -73,7 +74,7 @@ def test_with_a_corrupted_text_the_table_says_what_patching_each_head_recovers(r
 
 
 def test_patching_everything_recovers_all_and_nothing_none(run):
-    out, found = run("method=patching", "corrupted=^cebda")
+    out, found = run("method=patching", "corrupted=_cebda")
     expected = {"nothing": 0, "everything": 1, "head 0.0": 1, "head 0.1": 0, "head 1.0": 1, "head 1.1": 0}
     expected |= {"attention 0": 1, "attention 1": 1, "feed-forward 0": 0, "feed-forward 1": 0}
     assert found["parts"] == pytest.approx(expected, abs=1e-3)
@@ -85,7 +86,7 @@ def test_patching_everything_recovers_all_and_nothing_none(run):
 
 
 def test_the_score_compares_two_answers_where_the_corrupted_text_has_another(run):
-    out, found = run("method=swap", "corrupted=^cadda")
+    out, found = run("method=swap", "corrupted=_cadda")
     assert (found["against"], found["score"]) == (4, pytest.approx(10, abs=0.1))
     assert "log p(b) - log p(d)" in out
     one, whole = found["swaps"]
@@ -95,7 +96,7 @@ def test_the_score_compares_two_answers_where_the_corrupted_text_has_another(run
 
 
 def test_a_swap_of_several_tokens_is_told_apart(run):
-    _, found = run("method=swap", "corrupted=^gecda")
+    _, found = run("method=swap", "corrupted=_gecda")
     assert [row["place"] for row in found["swaps"]] == [1, 2, 3, None]
     alone = [row["effect"] for row in found["swaps"]]
     assert alone[0] == pytest.approx(0, abs=1e-4)  # what stood at 1 is not asked for
@@ -103,20 +104,24 @@ def test_a_swap_of_several_tokens_is_told_apart(run):
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("page", [False, True])
-def test_every_method_prints_a_table_and_writes_figures_and_a_picture(run, tmp_path, method, page):
-    if page and method != "attention":
-        pytest.skip("the page is of attention")
-    extra = ["corrupted=^cebda"] if method in ("swap", "patching") else []
-    extra += [f"page={tmp_path}/a.html"] if page else []
+def test_every_method_prints_a_table_and_writes_figures_and_a_picture(run, tmp_path, method):
+    extra = ["corrupted=_cebda"] if method in ("swap", "patching") else []
     out, found = run(f"method={method}", f"plot={tmp_path}/a.png", *extra)
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
     assert found["method"] == method
-    assert found["score"] == pytest.approx(0, abs=1e-2)
-    for name in ("a.png", "a.json", *(["a.html"] if page else [])):
-        assert f"{tmp_path / name}\n" in out
+    assert found["probability"] > 0.99
+    assert out.endswith(f"{tmp_path}/a.png\n{tmp_path}/a.json\n")
     assert "answer      b, probability 0.99" in out
     assert "7 steps" in out
+
+
+def test_attention_has_a_page_that_says_what_the_table_says(run, tmp_path):
+    out, found = run(f"page={tmp_path}/a.html", "corrupted=_cebda")
+    page = (tmp_path / "a.html").read_text(encoding="utf-8")
+    (data,) = re.findall(r"^const data = (.*);$", page, re.MULTILINE)
+    assert json.loads(data)["heads"] == found["heads"]
+    assert json.loads(data)["lines"][1] == "corrupted   2 a > e"
+    assert f"{tmp_path}/a.html\n" in out
 
 
 def test_tokens_are_weighed(run):
@@ -130,9 +135,9 @@ def test_tokens_are_weighed(run):
 
 
 def test_too_few_steps_are_called_incomplete(run):
-    out, found = run("method=integrated_gradients", "max_steps=32", "replacement=b", "answer=e", "against=b")
-    assert found["complete"] == (abs(found["error"]) <= 0.01 * abs(found["difference"]))
-    assert ("NOT COMPLETE" in out) != found["complete"]
+    out, found = run("method=integrated_gradients", "max_steps=1")
+    assert (found["complete"], found["steps"]) == (False, 1)
+    assert "\nNOT COMPLETE: the shares add up to" in out
 
 
 def test_parts_are_ablated(run):
@@ -168,15 +173,15 @@ def test_the_text_may_be_piped_in(run, monkeypatch):
 @pytest.mark.parametrize(
     ("overrides", "text", "message"),
     [
-        ([], "^cabdacabdacab", "the text has 14 tokens, the model reads max_seq_len 12"),
+        ([], "_cabdacabdacab", "the text has 14 tokens, the model reads max_seq_len 12"),
         ([], "xyz", "has not seen: 'xyz'"),
         (["method=patching"], TEXT, "method=patching needs corrupted"),
-        (["method=patching", "corrupted=^ca"], TEXT, r"as many tokens as the text, got 3 and 6: \^ \| c \| a and \^"),
+        (["method=patching", "corrupted=_ca"], TEXT, r"as many tokens as the text, got 3 and 6: _ \| c \| a and _"),
         (["method=patching", f"corrupted={TEXT}"], TEXT, "corrupted must differ"),
-        (["method=patching", "corrupted=^gabda"], TEXT, "corrupted must change the score"),
-        (["method=lens", "corrupted=^gabda"], TEXT, "corrupted has no use for method=lens"),
+        (["method=patching", "corrupted=_gabda"], TEXT, "corrupted must change the score"),
+        (["method=lens", "corrupted=_gabda"], TEXT, "corrupted has no use for method=lens"),
         (["method=lens", "page=a.html"], TEXT, "page has no use for method=lens, only for attention"),
-        (["corrupted=^gabda", "replacement=a"], TEXT, "one of corrupted and replacement"),
+        (["corrupted=_gabda", "replacement=a"], TEXT, "one of corrupted and replacement"),
         (["answer=ab"], TEXT, r"answer must be one token, got 2 in 'ab': a \| b"),
         (["answer=''"], TEXT, "answer must be one token, got 0"),
         (["against=b"], TEXT, "two tokens, got 'b' for both"),
@@ -202,10 +207,10 @@ def test_without_captum_attention_asks_which_token_matters(run, monkeypatch):
 def test_it_is_a_command(folder, tmp_path):
     command = [sys.executable, "-m", "scripts.explain", f"checkpoint={folder}"]
     options = {"capture_output": True, "text": True, "env": {**os.environ, "PYTHONPATH": str(REPOSITORY)}}
-    good = subprocess.run([*command, "method=lens", "--", "^cabda"], **options)
+    good = subprocess.run([*command, "method=lens", "--", "_cabda"], **options)
     assert good.returncode == 0, good.stderr
     assert "block 1    b            0.99" in good.stdout
-    bad = subprocess.run([*command, "answer=ab", "--", "^cabda"], **options)
+    bad = subprocess.run([*command, "answer=ab", "--", "_cabda"], **options)
     assert (bad.returncode, bad.stdout) == (2, "")
     assert bad.stderr == "error: answer must be one token, got 2 in 'ab': a | b\n"
     assert {path.name for path in tmp_path.iterdir()} <= {"step", ".home"}

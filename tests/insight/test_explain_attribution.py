@@ -59,7 +59,7 @@ def test_integrated_gradients_add_up_to_what_the_score_gains(model):
 def test_a_sum_of_too_few_steps_is_found_out_and_more_are_taken(small):
     model, tokens, score = small(), torch.randint(17, (1, 7)), score_of(4)
     baseline = mean_embedding(model)
-    few = integrated_gradients(model, tokens, score, baseline, steps=1, max_steps=1)
+    few = integrated_gradients(model, tokens, score, baseline, max_steps=1)
     assert not few.complete
     assert few.steps == 1
     more = integrated_gradients(model, tokens, score, baseline, steps=1, max_steps=1024)
