@@ -272,6 +272,29 @@ class ImportHF:
     target: str
 
 
+@dataclass
+class Explain:
+    """Everything that `python -m scripts.explain` can be told."""
+
+    checkpoint: str
+    method: str = one_of(
+        "attention", "occlusion", "swap", "gradient", "integrated_gradients", "ablation", "patching", "lens"
+    )
+    prompt: str | None
+    answer: str | None
+    against: str | None
+    corrupted: str | None
+    replacement: str | None
+    ablation: str = one_of("zero", "mean")
+    key: int | None = number(at_least=0)
+    max_steps: int = number(at_least=1)
+    batch: int = number(at_least=1)
+    device: str
+    json: str | None
+    plot: str | None
+    page: str | None
+
+
 def parse(cfg: DictConfig, schema: type = Train):
     """The composed config as `schema`'s dataclass. ValueError names the setting, its value and what was expected."""
     try:
@@ -382,6 +405,22 @@ def _check_generate(cfg: Generate):
         raise ValueError("stop must hold texts of at least one character, got an empty one")
 
 
+def _check_explain(cfg: Explain):
+    if cfg.method in ("swap", "patching") and cfg.corrupted is None:
+        raise ValueError(f"method={cfg.method} needs corrupted, a text of as many tokens, got null")
+    uses = {
+        "corrupted": ("swap", "patching", "attention", "integrated_gradients"),
+        "replacement": ("occlusion", "integrated_gradients", "attention"),
+        "key": ("attention",),
+        "page": ("attention",),
+    }
+    for name, methods in uses.items():
+        if getattr(cfg, name) is not None and cfg.method not in methods:
+            raise ValueError(f"{name} has no use for method={cfg.method}, only for {', '.join(methods)}")
+    if cfg.corrupted is not None and cfg.replacement is not None:
+        raise ValueError("one of corrupted and replacement is enough: got both")
+
+
 def check_rules(cfg):
     """Rules between fields."""
     if hasattr(cfg, "tokenizer"):
@@ -418,6 +457,8 @@ def check_rules(cfg):
         raise ValueError(f"shard_index must be below num_shards, got {cfg.shard_index} and {cfg.num_shards}")
     if isinstance(cfg, Generate):
         _check_generate(cfg)
+    if isinstance(cfg, Explain):
+        _check_explain(cfg)
     if not isinstance(cfg, Train):
         return
     m, o = cfg.model, cfg.optimizer

@@ -14,7 +14,7 @@ ALLOWED = {
     "insight": {"insight", "model"},
     "scripts": {"model", "data", "conf", "training", "insight"},
 }
-LAZY = {"wandb", "datasets", "rustbpe", "transformers", "tiktoken"}  # imported where used, or not at all
+LAZY = {"wandb", "datasets", "rustbpe", "transformers", "tiktoken", "captum"}  # imported where used, or not at all
 
 
 def imports(path) -> set[tuple[str, bool]]:
