@@ -217,6 +217,15 @@ class Evaluate:
     batch: int = number(at_least=1)
     device: str
     quantize: str | None = one_of("int8")
+    report: bool
+    json: str | None
+    plot: str | None
+    ngram_order: int = number(at_least=1)
+    ngram_tokens: int = number(at_least=1)
+    samples: int = number(at_least=1)
+    sample_tokens: int = number(at_least=1)
+    temperature: float = number(at_least=0)
+    seed: int = number(at_least=0, at_most=2**62)
     data: Data | None
 
 
@@ -357,6 +366,15 @@ def _check_generate(cfg: Generate):
         raise ValueError("stop must hold texts of at least one character, got an empty one")
 
 
+def _check_evaluate(cfg: Evaluate):
+    for name in ("json", "plot"):
+        path = getattr(cfg, name)
+        if path == "":
+            raise ValueError(f"{name} must be a file, auto or null, got an empty text")
+        if not cfg.report and path not in (None, "auto"):
+            raise ValueError(f"{name} is of the report, got {path}: give report=true, too")
+
+
 def check_rules(cfg):
     """Rules between fields."""
     if hasattr(cfg, "tokenizer"):
@@ -393,6 +411,8 @@ def check_rules(cfg):
         raise ValueError(f"shard_index must be below num_shards, got {cfg.shard_index} and {cfg.num_shards}")
     if isinstance(cfg, Generate):
         _check_generate(cfg)
+    if isinstance(cfg, Evaluate):
+        _check_evaluate(cfg)
     if not isinstance(cfg, Train):
         return
     m, o = cfg.model, cfg.optimizer

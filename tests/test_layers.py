@@ -11,7 +11,8 @@ ALLOWED = {
     "data": {"data"},
     "conf": {"conf"},
     "training": {"training", "model"},
-    "scripts": {"model", "data", "conf", "training"},
+    "insight": {"insight", "model"},
+    "scripts": {"model", "data", "conf", "training", "insight"},
 }
 LAZY = {"wandb", "datasets", "rustbpe", "transformers", "tiktoken"}  # imported where used, or not at all
 
