@@ -23,7 +23,8 @@ BINS = 10  # of confidence
 LISTED = 40  # documents: the hardest and the easiest, half each
 ENOUGH = 64  # tokens of a document whose loss is ranked, if there are any so long: of fewer it is chance
 WORDS = 24  # tokens that a document is known by
-SCAN = 2**22
+SCAN = 2**22  # tokens looked at at once
+LOGITS = 2**28  # of one forward, at most: a gigabyte
 
 
 # --- what the model says of each token ------------------------------------------------------------------------------
@@ -54,10 +55,12 @@ def score(
     """Scores a text by windows: each (start, length, scored) reads `length` tokens and scores its last targets.
 
     The windows of a plan follow one another, so that what is scored does, too: every token but the first, once. The
-    model is to be in evaluation mode.
+    model is to be in evaluation mode. A batch is made smaller where its logits would not fit into memory. ValueError
+    where they are NaN.
     """
     device = next(model.parameters()).device
     longest = max(length for _, length, _ in plan)
+    batch = max(1, min(batch, LOGITS // (longest * model.vocab_size)))
     for some in progress([plan[i : i + batch] for i in range(0, len(plan), batch)]):
         inputs, targets = np.zeros((len(some), longest), np.int64), []
         for row, (start, length, scored) in enumerate(some):
@@ -75,6 +78,8 @@ def score(
             nats = total - wide.gather(1, target[:, None])[:, 0]
             results.append(torch.stack([nats.double(), (top - total).exp().double(), (best == target).double()]))
         nats, confidence, correct = torch.cat(results, dim=1).cpu().numpy()
+        if not np.isfinite(nats).all():
+            raise ValueError("the model's probabilities are not numbers (NaN): did its training diverge?")
         start, length, scored = some[0]
         seen = np.concatenate([np.arange(length - scored, length) + 1 for _, length, scored in some])
         yield Scored(start + length + 1 - scored, np.concatenate(targets), seen, nats, confidence, correct)
@@ -90,8 +95,10 @@ class Sums:
         self.n, self.of = n, {}
 
     def add(self, bins: np.ndarray, **values: np.ndarray):
+        lowest = bins.min()  # of many documents a batch holds a few
         for name, some in values.items():
-            self.of[name] = self.of.get(name, 0) + np.bincount(bins, some, self.n)
+            sums = np.bincount(bins - lowest, some)
+            self.of.setdefault(name, np.zeros(self.n))[lowest : lowest + len(sums)] += sums
 
     def means(self, i: int | slice) -> dict:
         """Of a bin, or of several together: how many tokens, and what they are like; None for what none has."""
@@ -293,8 +300,9 @@ def _copies(rows: np.ndarray, training, decode: Callable, progress: Callable) ->
 
 
 def show(report: dict, console: Console):
-    """Tables of what `losses` gives and, under `copying`, `copies`."""
+    """Tables of what `losses` gives, with names of texts and, under `copying`, what `copies` gives."""
     _show_scale(report, console)
+    console.print("\nloss in nats per token, error: its standard error if tokens were independent")
     ngram = [_ngram(report)] if report["ngram_losses"] else []  # the column, if there is one
 
     console.print("\nby position: how many tokens the window shows before the one to predict")
@@ -315,9 +323,9 @@ def show(report: dict, console: Console):
     found = report["by_document"]
     rows, left_out = found["documents"], ""
     if len(rows) > 10:
-        rows, left_out = [*rows[:5], *rows[-5:]], ", the first and the last five"
+        rows, left_out = [*rows[:5], *rows[-5:]], ", and the five easiest"
     of_length = f" of {found['at_least']} tokens or more" if found["at_least"] > 1 else ""
-    console.print(f"\nby document: {found['count']:,}{of_length}, hardest first{left_out}")
+    console.print(f"\nby document: the hardest of {found['count']:,}{of_length} first{left_out}")
     table = _table("begins", "tokens", "loss", "error", *ngram, "bits per byte")
     for row in rows:
         table.add_row(_shortened(row["begins"], 32), *_cells(row, len(ngram)), _number(row["bits_per_byte"], 3))
@@ -343,7 +351,7 @@ def _show_scale(report: dict, console: Console):
     for name, loss in {"every token alike": report["uniform_loss"], **ngram_losses, "model": report["loss"]}.items():
         perplexity = f"{math.exp(min(loss, 700)):,.1f}"
         table.add_row(name, _number(loss), perplexity, _number(None if bits is None else loss * bits, 3))
-    console.print("\nfor scale")
+    console.print("\nfor scale" + _of_ngrams(report))
     console.print(table)
     if ngram_losses:
         best = min(ngram_losses, key=ngram_losses.__getitem__)
@@ -352,19 +360,34 @@ def _show_scale(report: dict, console: Console):
         console.print(f"the model is {abs(gap):.4f} nats a token {side} the best of them, the {best}")
 
 
+def _of_ngrams(report: dict) -> str:
+    n, total = report.get("ngram_tokens"), report.get("training_tokens")
+    if not report["ngram_losses"]:
+        return ""
+    return ": n-grams of " + (
+        f"the {n:,} tokens of training text" if n == total else f"the first {n:,} of {total:,} tokens"
+    )
+
+
 def _show_copying(found: dict, console: Console):
     console.print(
         f"\ncopying: share of tokens in passages that stand in the training text, of {found['samples']} continuations "
         f"of {found['sample_tokens']} tokens, temperature {found['temperature']}"
     )
     table = _table("passages of", "generated", "held out")
-    for n, share in found["generated"]["shares"].items():
-        table.add_row(f"{n} tokens or more", f"{share:.2%}", f"{found['held_out']['shares'][n]:.2%}")
+    for n, *shares in _shares(found):
+        table.add_row(f"{n} tokens or more", *(f"{share:.2%}" for share in shares))
     console.print(table)
     for name in ("generated", "held_out"):
         longest = found[name]["longest"]
         what = f"{longest['tokens']} tokens: {_shortened(repr(longest['text']), 300)}" if longest else "none so long"
         console.print(f"longest, {name.replace('_', ' ')}: {what}")
+
+
+def _shares(found: dict) -> list[tuple[str, float, float]]:
+    """(length, share of what is generated, of what is held out): three lengths, and longer ones that were found."""
+    both = [(n, share, found["held_out"]["shares"][n]) for n, share in found["generated"]["shares"].items()]
+    return [row for i, row in enumerate(both) if i < 3 or any(row[1:])]
 
 
 def position_bands(rows: list[dict]) -> list[tuple[int, int, dict]]:
@@ -414,26 +437,33 @@ def _band(row: dict) -> str:
     return "never" if low == 0 else _range(low, 10 * low - 1)
 
 
+def _short(n: int) -> str:
+    """A power of ten in four characters."""
+    for size, letter in ((10**9, "G"), (10**6, "M"), (10**3, "k")):
+        if n >= size:
+            return f"{n // size}{letter}"
+    return str(n)
+
+
 def _shortened(text: str, n: int) -> str:
     return text if len(text) <= n else text[: n - 3] + "..."
 
 
-def plot(report: dict, path: str | Path):
+def plot(report: dict, path: str | Path, dpi: int = 120):
     """The same as a picture; needs matplotlib."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(2, 3, figsize=(14, 8))
+    figure, axes = pyplot.subplots(2, 3, figsize=(14, 8), layout="constrained")
     panels = [_plot_position, _plot_frequency, _plot_documents, _plot_calibration, _plot_scale, _plot_copying]
     for panel, axis in zip(panels, axes.flat, strict=True):
         axis.grid(alpha=0.3)
         axis.set_axisbelow(True)
         panel(report, axis)
     figure.suptitle(f"loss {report['loss']:.4f} nats per token, {report['tokens']:,} tokens of {report['text']}")
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
+    figure.savefig(path, dpi=dpi)
     pyplot.close(figure)
 
 
@@ -459,14 +489,10 @@ def _plot_frequency(report: dict, axis):
     x = np.arange(len(rows))
     axis.bar(x - 0.2, [row["loss"] for row in rows], 0.4, yerr=[row["error"] for row in rows], label="model")
     axis.bar(x + 0.2, [row["ngram_loss"] for row in rows], 0.4, label=_ngram(report))
-    for at, row in zip(x, rows, strict=True):
-        axis.annotate(
-            f"{row['tokens'] / report['tokens']:.1%}", (at, 0), (0, 3), textcoords="offset points", ha="center"
-        )
-    labels = ["never" if row["at_least"] == 0 else f"{row['at_least']:,}+" for row in rows]
-    axis.set_xticks(x, labels)
-    title = "by frequency (share of the tokens at the foot)"
-    axis.set(title=title, xlabel="times in the training text", ylabel="nats per token")
+    labels = ["never" if row["at_least"] == 0 else f"{_short(row['at_least'])}+" for row in rows]
+    axis.set_xticks(x, [f"{x}\n{row['tokens'] / report['tokens']:.1%}" for x, row in zip(labels, rows, strict=True)])
+    label = "times in the training text, and share of the tokens"
+    axis.set(title="by frequency", xlabel=label, ylabel="nats per token")
     axis.legend()
     return None
 
@@ -475,10 +501,16 @@ def _plot_documents(report: dict, axis):
     found = report["by_document"]
     if found["count"] <= 12:
         rows = found["documents"][::-1]
-        labels = [_shortened(row["begins"].replace("$", r"\$"), 18) for row in rows]
-        axis.barh(np.arange(len(rows)), [row["loss"] for row in rows], 0.5, xerr=[row["error"] for row in rows])
-        axis.set_yticks(np.arange(len(rows)), labels)
-        axis.set(title="by document", xlabel="nats per token")
+        y, labels = np.arange(len(rows)), [_shortened(row["begins"], 18).replace("$", r"\$") for row in rows]
+        losses, errors = [row["loss"] for row in rows], [row["error"] for row in rows]
+        axis.errorbar(losses, y, xerr=errors, color="C0", linestyle="", marker="o", capsize=3, label="model")
+        if report["ngram_losses"]:
+            axis.plot(
+                [row["ngram_loss"] for row in rows], y, color="C1", linestyle="", marker="s", label=_ngram(report)
+            )
+        axis.set_yticks(y, labels)
+        axis.set(title="by document", xlabel="nats per token", ylim=(-0.5, len(rows) - 0.5))
+        axis.legend()
     else:
         axis.plot(np.arange(101), found["loss_percentiles"])
         at_least = f" of {found['at_least']} tokens or more" if found["at_least"] > 1 else ""
@@ -499,28 +531,30 @@ def _plot_calibration(report: dict, axis):
 
 
 def _plot_scale(report: dict, axis):
-    bars = {"uniform": report["uniform_loss"]}
-    bars |= {f"{i + 1}-gram": loss for i, loss in enumerate(report["ngram_losses"])} | {"model": report["loss"]}
-    colors = [*["C1"] * (len(bars) - 1), "C0"]
-    shown = axis.bar(list(bars), list(bars.values()), color=colors)
-    axis.bar_label(shown, fmt="%.2f")
-    axis.set(title="for scale", ylabel="nats per token")
+    bars = {"model": report["loss"]}
+    bars |= {f"{n}-gram": report["ngram_losses"][n - 1] for n in range(len(report["ngram_losses"]), 0, -1)}
+    bars |= {"every token alike": report["uniform_loss"]}
+    shown = axis.barh(list(bars), list(bars.values()), color=["C0", *["C1"] * (len(bars) - 1)])
+    axis.bar_label(shown, fmt="%.2f", padding=3)
+    axis.set(title="for scale", xlabel="nats per token", xlim=(0, 1.15 * max(bars.values())))
 
 
 def _plot_copying(report: dict, axis):
     if "copying" not in report:
         return _nothing(axis, "copying")
     found = report["copying"]
-    lengths = list(found["generated"]["shares"])
-    x = np.arange(len(lengths))
-    for name, offset in (("generated", -0.2), ("held_out", 0.2)):
+    shares = _shares(found)
+    x = np.arange(len(shares))
+    for i, name in enumerate(("generated", "held_out")):
         longest = found[name]["longest"]
-        label = f"{name.replace('_', ' ')} (longest: {longest['tokens'] if longest else 'none'})"
-        shares = [100 * share for share in found[name]["shares"].values()]
-        axis.bar_label(axis.bar(x + offset, shares, 0.4, label=label), fmt="%.2g", fontsize=8)
-    axis.set_xticks(x, lengths)
-    title = f"word for word in the training text (temperature {found['temperature']})"
-    axis.set(title=title, xlabel="tokens of a passage, or more", ylabel="% of the tokens")
+        label = f"{name.replace('_', ' ')}, longest {longest['tokens'] if longest else 'shorter'}"
+        percent = [100 * row[1 + i] for row in shares]
+        shown = axis.bar(x + 0.4 * i - 0.2, percent, 0.4, label=label)
+        axis.bar_label(shown, fmt="%.2g")
+    axis.set_xticks(x, [f"{n}+" for n, *_ in shares])
+    label = f"tokens of a passage, temperature {found['temperature']}"
+    axis.set(title="copied from the training text", xlabel=label, ylabel="% of the tokens")
+    axis.margins(y=0.35)
     axis.legend()
     return None
 
