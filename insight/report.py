@@ -321,11 +321,10 @@ def show(report: dict, console: Console):
         console.print(table)
 
     found = report["by_document"]
-    rows, left_out = found["documents"], ""
+    rows, which = found["documents"], "hardest first"
     if len(rows) > 10:
-        rows, left_out = [*rows[:5], *rows[-5:]], ", and the five easiest"
-    of_length = f" of {found['at_least']} tokens or more" if found["at_least"] > 1 else ""
-    console.print(f"\nby document: the hardest of {found['count']:,}{of_length} first{left_out}")
+        rows, which = [*rows[:5], *rows[-5:]], "the five hardest and the five easiest"
+    console.print(f"\nby document: {_documents(found)}, {which}")
     table = _table("begins", "tokens", "loss", "error", *ngram, "bits per byte")
     for row in rows:
         table.add_row(_shortened(row["begins"], 32), *_cells(row, len(ngram)), _number(row["bits_per_byte"], 3))
@@ -361,12 +360,10 @@ def _show_scale(report: dict, console: Console):
 
 
 def _of_ngrams(report: dict) -> str:
-    n, total = report.get("ngram_tokens"), report.get("training_tokens")
     if not report["ngram_losses"]:
         return ""
-    return ": n-grams of " + (
-        f"the {n:,} tokens of training text" if n == total else f"the first {n:,} of {total:,} tokens"
-    )
+    n, total = report["ngram_tokens"], report["training_tokens"]
+    return f": n-grams of the {'' if n == total else f'first {n:,} of '}{total:,} tokens of training text"
 
 
 def _show_copying(found: dict, console: Console):
@@ -420,6 +417,11 @@ def _cells(row: dict, n_ngrams: int) -> list[str]:
     return cells + [_number(row["ngram_loss"])] * n_ngrams
 
 
+def _documents(found: dict) -> str:
+    of_length = f" of {found['at_least']} tokens or more" if found["at_least"] > 1 else ""
+    return f"{found['count']:,} documents{of_length}"
+
+
 def _ngram(report: dict) -> str:
     return f"{len(report['ngram_losses'])}-gram"  # the highest order
 
@@ -457,11 +459,22 @@ def plot(report: dict, path: str | Path, dpi: int = 120):
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(2, 3, figsize=(14, 8), layout="constrained")
-    panels = [_plot_position, _plot_frequency, _plot_documents, _plot_calibration, _plot_scale, _plot_copying]
-    for panel, axis in zip(panels, axes.flat, strict=True):
-        axis.grid(alpha=0.3)
-        axis.set_axisbelow(True)
-        panel(report, axis)
+    panels = {
+        "by_position": _plot_position,
+        "by_frequency": _plot_frequency,
+        "by_document": _plot_documents,
+        "calibration": _plot_calibration,
+        "uniform_loss": _plot_scale,
+        "copying": _plot_copying,
+    }
+    for (section, panel), axis in zip(panels.items(), axes.flat, strict=True):
+        if section in report:
+            axis.grid(alpha=0.3)
+            axis.set_axisbelow(True)
+            panel(report, axis)
+        else:
+            axis.set_axis_off()
+            axis.text(0.5, 0.5, f"{section.replace('_', ' ')}: no training text", ha="center")
     figure.suptitle(f"loss {report['loss']:.4f} nats per token, {report['tokens']:,} tokens of {report['text']}")
     figure.savefig(path, dpi=dpi)
     pyplot.close(figure)
@@ -483,18 +496,16 @@ def _plot_position(report: dict, axis):
 
 
 def _plot_frequency(report: dict, axis):
-    if "by_frequency" not in report:
-        return _nothing(axis, "by frequency")
     rows = [row for row in report["by_frequency"] if row["tokens"]]
     x = np.arange(len(rows))
     axis.bar(x - 0.2, [row["loss"] for row in rows], 0.4, yerr=[row["error"] for row in rows], label="model")
     axis.bar(x + 0.2, [row["ngram_loss"] for row in rows], 0.4, label=_ngram(report))
-    labels = ["never" if row["at_least"] == 0 else f"{_short(row['at_least'])}+" for row in rows]
-    axis.set_xticks(x, [f"{x}\n{row['tokens'] / report['tokens']:.1%}" for x, row in zip(labels, rows, strict=True)])
+    times = ["never" if row["at_least"] == 0 else f"{_short(row['at_least'])}+" for row in rows]
+    shares = [f"{row['tokens'] / report['tokens']:.1%}" for row in rows]
+    axis.set_xticks(x, [f"{a}\n{b}" for a, b in zip(times, shares, strict=True)])
     label = "times in the training text, and share of the tokens"
     axis.set(title="by frequency", xlabel=label, ylabel="nats per token")
     axis.legend()
-    return None
 
 
 def _plot_documents(report: dict, axis):
@@ -505,17 +516,14 @@ def _plot_documents(report: dict, axis):
         losses, errors = [row["loss"] for row in rows], [row["error"] for row in rows]
         axis.errorbar(losses, y, xerr=errors, color="C0", linestyle="", marker="o", capsize=3, label="model")
         if report["ngram_losses"]:
-            axis.plot(
-                [row["ngram_loss"] for row in rows], y, color="C1", linestyle="", marker="s", label=_ngram(report)
-            )
+            of_ngrams = [row["ngram_loss"] for row in rows]
+            axis.plot(of_ngrams, y, color="C1", linestyle="", marker="s", label=_ngram(report))
         axis.set_yticks(y, labels)
         axis.set(title="by document", xlabel="nats per token", ylim=(-0.5, len(rows) - 0.5))
         axis.legend()
     else:
         axis.plot(np.arange(101), found["loss_percentiles"])
-        at_least = f" of {found['at_least']} tokens or more" if found["at_least"] > 1 else ""
-        label = f"percentile of {found['count']:,} documents{at_least}"
-        axis.set(title="by document", xlabel=label, ylabel="nats per token")
+        axis.set(title="by document", xlabel=f"percentile of {_documents(found)}", ylabel="nats per token")
 
 
 def _plot_calibration(report: dict, axis):
@@ -540,8 +548,6 @@ def _plot_scale(report: dict, axis):
 
 
 def _plot_copying(report: dict, axis):
-    if "copying" not in report:
-        return _nothing(axis, "copying")
     found = report["copying"]
     shares = _shares(found)
     x = np.arange(len(shares))
@@ -556,9 +562,3 @@ def _plot_copying(report: dict, axis):
     axis.set(title="copied from the training text", xlabel=label, ylabel="% of the tokens")
     axis.margins(y=0.35)
     axis.legend()
-    return None
-
-
-def _nothing(axis, title: str):
-    axis.set(title=title, xticks=[], yticks=[])
-    axis.text(0.5, 0.5, "no training text", ha="center", va="center", transform=axis.transAxes)

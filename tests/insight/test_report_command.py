@@ -126,7 +126,7 @@ def test_without_its_training_text_there_is_a_report_of_the_rest(trained, run, t
     arguments = [f"checkpoint={moved}", "report=true", "data=files", "data.paths=[held.txt]"]
     result = run(*arguments, "plot=null", "json=figures.json")
     assert "without its training text there are no n-grams, frequencies and copies" in result.err
-    assert "by position" in result.stdout and "copying" not in result
+    assert "by position" in result.out and "copying" not in result.out
     figures = json.loads(Path("figures.json").read_text())
     assert "copying" not in figures and "by_frequency" not in figures and figures["ngram_losses"] == []
     assert not list(Path().glob("*.png"))
