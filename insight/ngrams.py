@@ -93,9 +93,9 @@ def probabilities(model: NGrams, tokens: np.ndarray) -> np.ndarray:
     shorter = np.full(tokens.shape, 1 / model.vocab_size)
     out = []
     for level in model.levels:
-        keys = contexts * model.vocab_size + tokens
+        keys = contexts * model.vocab_size + tokens  # below 0, like no other, where the context was never seen
         numbers = np.searchsorted(level.keys, keys).clip(max=len(level.keys) - 1)
-        numbers[(level.keys[numbers] != keys) | (contexts < 0)] = -1
+        numbers[level.keys[numbers] != keys] = -1
 
         def interpolate(own, left, numbers=numbers, contexts=contexts, shorter=shorter):
             return np.where(numbers >= 0, own[numbers], 0.0) + np.where(contexts >= 0, left[contexts], 1.0) * shorter

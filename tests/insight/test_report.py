@@ -258,9 +258,11 @@ def reports(small) -> dict[str, dict]:
     model, text, training = small(), text_of(400), text_of(3000, seed=1)
     known = {"counts": count(training, VOCAB), "baseline": ngrams.fit(training.read(0, 3000), VOCAB, 3)}
     names = {"text": "a $text", "training_tokens": 3000, "ngram_tokens": 3000}
+    elsewhere = Tokens([np.full(500, VOCAB - 1, np.uint16)])
+    nothing = {"copying": copies_of(model, text, elsewhere), "ngram_tokens": 2000}
     return {
         "whole": names | measure(model, text, documents=(0, 200), **known) | {"copying": copies_of(model, text, text)},
-        "many": names | {"ngram_tokens": 2000} | measure(model, text, documents=range(0, 400, 4), **known),
+        "many": names | nothing | measure(model, text, documents=range(0, 400, 4), **known),
         "alone": names | {"training_tokens": None} | measure(model, text, stride=3),
         "short": names | measure(model, text_of(2)) | {"copying": copies_of(model, text_of(2), training)},
     }
@@ -287,6 +289,7 @@ def test_the_tables_say_what_was_measured(small):
     assert "n-grams of the first 2,000 of 3,000 tokens of training text" in shown["many"]
     assert "2 documents of 64 tokens or more, hardest first" in shown["whole"]
     assert "100 documents, the five hardest and the five easiest" in shown["many"]
+    assert ["32", "tokens", "or", "more", "0.00%", "0.00%"] in [line.split() for line in shown["many"].splitlines()]
     assert not any(word in shown["alone"] for word in ("gram", "frequency", "copying"))
     assert "none so long" in shown["short"]
 

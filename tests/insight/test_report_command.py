@@ -77,6 +77,7 @@ def test_the_report_knows_every_kind_of_tokenizer(trained, settings, tokenizer):
     assert figures["bytes"] == known.token_lengths()[corpus.validation.read(1, figures["tokens"])].sum()
     assert figures["loss"] > min(figures["ngram_losses"])  # the weights are random, the text is not
     assert figures["by_document"]["documents"][0]["begins"].startswith("the 0 cats")
+    assert figures["copying"]["prompt_tokens"] == 16
     assert figures["copying"]["held_out"]["shares"]["8"] > 0  # " that eat "
     assert "eat" in figures["copying"]["held_out"]["longest"]["text"]
 
@@ -110,6 +111,7 @@ def test_the_command_prints_what_it_prints_without_and_writes_figures_and_a_pict
     figures = json.loads(place.with_suffix(".json").read_text())
     assert f"loss           {figures['loss']:.4f} nats" in without
     assert figures["step"] == 7
+    assert figures["training_tokens"] == len(Path("train.txt").read_text()) + 1  # end-of-text
     assert place.with_suffix(".png").read_bytes()[:4] == b"\x89PNG"
     assert str(place.with_suffix(".png")) in result
     assert checkpoint.find(folder.parent.parent) == folder  # still whole

@@ -57,6 +57,14 @@ def test_over_the_vocabulary_probabilities_sum_to_one_whatever_stands_before(ord
     np.testing.assert_allclose(sums, 1, rtol=1e-6)
 
 
+def test_what_only_begins_the_text_leaves_all_to_shorter_contexts():
+    text = np.array([3, 0, 1, 0, 2, 0, 1, 2, 2, 1])  # nothing stands in front of 3
+    found = probabilities(fit(text, 4, 3), np.array([[1, 3, token] for token in range(4)]))[:, :, -1]
+    below = probabilities(fit(text, 4, 2), np.array([[1, 3, token] for token in range(4)]))[:, :, -1]
+    assert found.sum(1) == pytest.approx([1, 1, 1])
+    assert below[1, 0] > 2 * found[2, 0]  # 3 was followed by 0, but in front of both there was nothing
+
+
 def by_definition(text: list[int], vocab_size: int, order: int):
     """Interpolated modified Kneser-Ney as Chen and Goodman write it, a sum at a time."""
     grams = {n: Counter(tuple(text[i : i + n]) for i in range(len(text) - n + 1)) for n in range(1, order + 1)}
