@@ -225,6 +225,15 @@ class Evaluate:
     batch: int = number(at_least=1)
     device: str
     quantize: str | None = one_of("int8")
+    report: bool
+    json: str | None
+    plot: str | None
+    ngram_order: int = number(at_least=1)
+    ngram_tokens: int = number(at_least=1)
+    samples: int = number(at_least=1)
+    sample_tokens: int = number(at_least=1)
+    temperature: float = number(at_least=0)
+    seed: int = number(at_least=0, at_most=2**62)
     data: Data | None
 
 
@@ -419,6 +428,13 @@ def _check_explain(cfg: Explain):
             raise ValueError(f"{name} has no use for method={cfg.method}, only for {', '.join(methods)}")
     if cfg.corrupted is not None and cfg.replacement is not None:
         raise ValueError("one of corrupted and replacement is enough: got both")
+def _check_evaluate(cfg: Evaluate):
+    for name in ("json", "plot"):
+        path = getattr(cfg, name)
+        if path == "":
+            raise ValueError(f"{name} must be a file, auto or null, got an empty text")
+        if not cfg.report and path not in (None, "auto"):
+            raise ValueError(f"{name} is of the report, got {path}: give report=true, too")
 
 
 def check_rules(cfg):
@@ -459,6 +475,8 @@ def check_rules(cfg):
         _check_generate(cfg)
     if isinstance(cfg, Explain):
         _check_explain(cfg)
+    if isinstance(cfg, Evaluate):
+        _check_evaluate(cfg)
     if not isinstance(cfg, Train):
         return
     m, o = cfg.model, cfg.optimizer
