@@ -428,6 +428,8 @@ def _check_explain(cfg: Explain):
             raise ValueError(f"{name} has no use for method={cfg.method}, only for {', '.join(methods)}")
     if cfg.corrupted is not None and cfg.replacement is not None:
         raise ValueError("one of corrupted and replacement is enough: got both")
+
+
 def _check_evaluate(cfg: Evaluate):
     for name in ("json", "plot"):
         path = getattr(cfg, name)
