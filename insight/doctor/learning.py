@@ -94,7 +94,7 @@ def learning_rate(patient: Patient) -> Iterator[Finding]:
     name, ratio = _most_changed(before, dict(model.named_parameters()))
     lower = "divide the learning rate by 10 and look again"
     if not ratio <= CHANGE:
-        what = f"at its peak the first step changes {name} by {ratio:.3g} times its size"
+        what = f"at its peak the first step changes it by {ratio:.3g} times its size"
         yield Finding("learning rate", f"optimizer, {name}", what, lower, ratio, CHANGE)
         return
     for i in patient.progress(range(2, RATE_STEPS + 1)):
