@@ -225,7 +225,24 @@ class Evaluate:
     batch: int = number(at_least=1)
     device: str
     quantize: str | None = one_of("int8")
+    report: bool
+    json: str | None
+    plot: str | None
+    ngram_order: int = number(at_least=1)
+    ngram_tokens: int = number(at_least=1)
+    samples: int = number(at_least=1)
+    sample_tokens: int = number(at_least=1)
+    temperature: float = number(at_least=0)
+    seed: int = number(at_least=0, at_most=2**62)
     data: Data | None
+
+
+@dataclass
+class Doctor(Train):
+    """Everything that `python -m scripts.doctor` can be told: a run's settings, or a checkpoint that has its own."""
+
+    checkpoint: str | None
+    json: str | None
 
 
 @dataclass
@@ -248,11 +265,43 @@ class Prepare:
 
 
 @dataclass
+class Lessons:
+    """Everything that `python -m scripts.lessons` can be told."""
+
+    plot: str | None
+    checkpoint: str | None
+    seed: int = number(at_least=0)
+
+
+@dataclass
 class ImportHF:
     """Everything that `python -m scripts.import_hf` can be told."""
 
     source: str
     target: str
+
+
+@dataclass
+class Explain:
+    """Everything that `python -m scripts.explain` can be told."""
+
+    checkpoint: str
+    method: str = one_of(
+        "attention", "occlusion", "swap", "gradient", "integrated_gradients", "ablation", "patching", "lens"
+    )
+    prompt: str | None
+    answer: str | None
+    against: str | None
+    corrupted: str | None
+    replacement: str | None
+    ablation: str = one_of("zero", "mean")
+    key: int | None = number(at_least=0)
+    max_steps: int = number(at_least=1)
+    batch: int = number(at_least=1)
+    device: str
+    json: str | None
+    plot: str | None
+    page: str | None
 
 
 def parse(cfg: DictConfig, schema: type = Train):
@@ -365,6 +414,31 @@ def _check_generate(cfg: Generate):
         raise ValueError("stop must hold texts of at least one character, got an empty one")
 
 
+def _check_explain(cfg: Explain):
+    if cfg.method in ("swap", "patching") and cfg.corrupted is None:
+        raise ValueError(f"method={cfg.method} needs corrupted, a text of as many tokens, got null")
+    uses = {
+        "corrupted": ("swap", "patching", "attention", "integrated_gradients"),
+        "replacement": ("occlusion", "integrated_gradients", "attention"),
+        "key": ("attention",),
+        "page": ("attention",),
+    }
+    for name, methods in uses.items():
+        if getattr(cfg, name) is not None and cfg.method not in methods:
+            raise ValueError(f"{name} has no use for method={cfg.method}, only for {', '.join(methods)}")
+    if cfg.corrupted is not None and cfg.replacement is not None:
+        raise ValueError("one of corrupted and replacement is enough: got both")
+
+
+def _check_evaluate(cfg: Evaluate):
+    for name in ("json", "plot"):
+        path = getattr(cfg, name)
+        if path == "":
+            raise ValueError(f"{name} must be a file, auto or null, got an empty text")
+        if not cfg.report and path not in (None, "auto"):
+            raise ValueError(f"{name} is of the report, got {path}: give report=true, too")
+
+
 def check_rules(cfg):
     """Rules between fields."""
     if hasattr(cfg, "tokenizer"):
@@ -401,6 +475,10 @@ def check_rules(cfg):
         raise ValueError(f"shard_index must be below num_shards, got {cfg.shard_index} and {cfg.num_shards}")
     if isinstance(cfg, Generate):
         _check_generate(cfg)
+    if isinstance(cfg, Explain):
+        _check_explain(cfg)
+    if isinstance(cfg, Evaluate):
+        _check_evaluate(cfg)
     if not isinstance(cfg, Train):
         return
     m, o = cfg.model, cfg.optimizer

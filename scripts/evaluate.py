@@ -1,29 +1,38 @@
 """Measures a trained model on held-out text.  python -m scripts.evaluate checkpoint=runs/NAME"""
 
+import importlib.util
+import json
+import os
 import sys
+from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
+from rich.console import Console
 from rich.progress import track
 
 from conf.entry import entry_point
 from conf.schema import Evaluate
 from data import sources
-from data.corpus import Tokens
+from data.corpus import Corpus, Tokens
 from data.prepare import prepare, saved_tokenizer
-from data.tokenizer import load_tokenizer
+from data.tokenizer import Tokenizer, load_tokenizer
+from insight import ngrams, report
+from model import GPT
 from model.few_rows import for_few_rows
 from training import auto, checkpoint
-from training.evaluation import evaluate
+from training.evaluation import Evaluation, evaluate, windows
 
 
 @entry_point("evaluate", Evaluate)
 def main(cfg: Evaluate):
     folder = checkpoint.find(cfg.checkpoint)
     about = checkpoint.read_about(folder)
+    files = {kind: output(cfg, kind, folder) for kind in ("json", "plot")} if cfg.report else {}
     model = checkpoint.load_model(folder, auto.choose_device(cfg.device))
     if cfg.quantize == "int8":
-        model = for_few_rows(model, int8=True, warn=lambda text: print(text, file=sys.stderr))
+        model = for_few_rows(model, int8=True, warn=warn)
     tokenizer = load_tokenizer(folder / "tokenizer")
 
     if cfg.data is not None and cfg.data.source == "files":  # all that is named is meant
@@ -34,15 +43,7 @@ def main(cfg: Evaluate):
         text = Tokens([tokenizer.documents(texts)])
         name = ", ".join(cfg.data.paths)
     else:
-        data = about.get("data") if cfg.data is None else asdict(cfg.data)
-        if data is None or (cfg.data is None and "tokenizer" not in about):
-            raise ValueError(f"{folder} names no text of its own: give one, as data=files data.paths='[my.txt]'")
-        settings = about["tokenizer"] if cfg.data is None else None
-        if settings is None or settings["path"] is not None:  # a file that may be elsewhere by now
-            settings = saved_tokenizer(folder / "tokenizer")
-        corpus = prepare(data, settings)
-        if corpus.tokenizer.fingerprint() != tokenizer.fingerprint():
-            raise ValueError(f"{corpus.folder} has another tokenizer than {folder}: is it the same text?")
+        corpus = trained_on(folder, tokenizer) if cfg.data is None else prepared(folder, tokenizer, asdict(cfg.data))
         text, name = corpus.validation, f"held out in {corpus.folder}"
 
     seq_len = about["seq_len"] if cfg.seq_len is None else cfg.seq_len
@@ -51,23 +52,147 @@ def main(cfg: Evaluate):
         raise ValueError(f"seq_len must be at most the model's max_seq_len, got {seq_len} and {model.max_seq_len}")
     if stride > seq_len:
         raise ValueError(f"stride must be at most seq_len, got {stride} and {seq_len}")
-    result = evaluate(
-        model,
-        text.read,
-        len(text),
-        tokenizer.token_lengths(),
-        seq_len=seq_len,
-        stride=stride,
-        batch=cfg.batch,
-        autocast=auto.autocast(model.embedding.weight.device, about["precision"]),
-        progress=lambda batches: track(batches, "evaluating", transient=True, disable=not sys.stderr.isatty()),
-    )
+    how = {
+        "batch": cfg.batch,
+        "autocast": auto.autocast(model.embedding.weight.device, about["precision"]),
+        "progress": bar("evaluating"),
+    }
+    if cfg.report:
+        training = training_text(folder, tokenizer)
+        figures = {"checkpoint": str(folder), "step": about["step"], "text": name, "seq_len": seq_len, "stride": stride}
+        figures |= measure(cfg, model, tokenizer, text, training, seq_len, stride, how)
+        result = Evaluation(figures["nats"], figures["tokens"], figures["bytes"])
+    else:
+        result = evaluate(model, text.read, len(text), tokenizer.token_lengths(), seq_len=seq_len, stride=stride, **how)
     print(f"checkpoint     {folder}, {about['step']} steps")
     print(f"text           {name}: {len(text):,} tokens, {result.bytes:,} bytes")
     print(f"windows        {seq_len} tokens, at least {seq_len - stride} of them context")
     print(f"loss           {result.loss:.4f} nats per token")
     print(f"perplexity     {result.perplexity:.2f}")
     print(f"bits per byte  {result.bits_per_byte:.4f}")
+    if cfg.report:
+        width = None if sys.stdout.isatty() else 1000  # in a file or a pipe nothing is folded
+        report.show(figures, Console(width=width, highlight=False, markup=False, emoji=False))
+        save(figures, files)
+
+
+def trained_on(folder: Path, tokenizer: Tokenizer) -> Corpus:
+    """The corpus that a checkpoint has learned from."""
+    about = checkpoint.read_about(folder)
+    if about.get("data") is None or "tokenizer" not in about:
+        raise ValueError(f"{folder} names no text of its own: give one, as data=files data.paths='[my.txt]'")
+    movable = about["tokenizer"]["path"] is not None  # a file that may be elsewhere by now
+    return prepared(folder, tokenizer, about["data"], None if movable else about["tokenizer"])
+
+
+def prepared(folder: Path, tokenizer: Tokenizer, data: dict, settings: dict | None = None) -> Corpus:
+    """A corpus in the checkpoint's tokenizer, of which there may be settings other than to take it from there."""
+    corpus = prepare(data, saved_tokenizer(folder / "tokenizer") if settings is None else settings)
+    if corpus.tokenizer.fingerprint() != tokenizer.fingerprint():
+        raise ValueError(f"{corpus.folder} has another tokenizer than {folder}: is it the same text?")
+    return corpus
+
+
+# --- the report -----------------------------------------------------------------------------------------------------
+
+
+def training_text(folder: Path, tokenizer: Tokenizer) -> Tokens | None:
+    """None, and a line that says so, where it is not there: that of a model of others, or moved since."""
+    try:
+        return trained_on(folder, tokenizer).train
+    except (ValueError, FileNotFoundError) as error:
+        warn(f"without its training text there are no n-grams, frequencies and copies: {error}")
+        return None
+
+
+def measure(
+    cfg: Evaluate,
+    model: GPT,
+    tokenizer: Tokenizer,
+    text: Tokens,
+    training: Tokens | None,
+    seq_len: int,
+    stride: int,
+    how: dict,
+) -> dict:
+    """The figures of the report, for JSON."""
+    counts = baseline = None
+    figures: dict = {"training_tokens": None}
+    if training is not None:
+        n = min(cfg.ngram_tokens, len(training))
+        counts = report.count(training, tokenizer.vocab_size, bar("counting tokens"))
+        baseline = ngrams.fit(training.read(0, n), tokenizer.vocab_size, cfg.ngram_order, bar("counting n-grams"))
+        figures = {"training_tokens": len(training), "ngram_tokens": n}
+    bounds, _ = tokenizer.document_bounds(text)
+    plan = windows(len(text), seq_len, stride)
+    figures |= report.losses(
+        model,
+        text,
+        plan,
+        tokenizer.token_lengths(),
+        bounds,
+        tokenizer.decode,
+        counts=counts,
+        baseline=baseline,
+        **how,
+    )
+    if training is not None:
+        figures["copying"] = report.copies(
+            model,
+            text,
+            training,
+            tokenizer.decode,
+            samples=cfg.samples,
+            sample_tokens=cfg.sample_tokens,
+            prompt_tokens=seq_len // 2,
+            temperature=cfg.temperature,
+            seed=cfg.seed,
+            writing=bar("writing"),
+            searching=bar("looking for copies"),
+        )
+    return figures
+
+
+def output(cfg: Evaluate, kind: str, folder: Path) -> Path | None:
+    """Where a file of the report goes; ValueError, before any work, where it cannot be written."""
+    path = getattr(cfg, kind)
+    if path is None:
+        return None
+    drawn = kind == "plot"
+    if drawn and importlib.util.find_spec("matplotlib") is None:
+        needed = "a picture needs matplotlib: pip install -c requirements.lock matplotlib"
+        if path != "auto":
+            raise ValueError(needed)
+        warn(needed)
+        return None
+    if path == "auto":
+        place = folder.parent.parent if folder.parent.name == "checkpoints" else Path()
+        path = place / f"report_{folder.name}{'.png' if drawn else '.json'}"
+    path = Path(path)
+    if not path.parent.is_dir() or path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ValueError(f"{path} cannot be written: give {kind}=FILE in a folder that is there, or {kind}=null")
+    return path
+
+
+def save(figures: dict, files: dict[str, Path | None]):
+    if files["json"] is not None:
+        content = json.dumps(figures, indent=1, ensure_ascii=False, allow_nan=False)
+        files["json"].write_text(content + "\n", encoding="utf-8")
+    if files["plot"] is not None:
+        report.plot(figures, files["plot"])
+    print()
+    for name, path in (("figures", files["json"]), ("picture", files["plot"])):
+        if path is not None:
+            print(f"{name}        {path}")
+
+
+def bar(title: str) -> Callable:
+    """Shows how far some items are, on a terminal."""
+    return partial(track, description=title, transient=True, disable=not sys.stderr.isatty())
+
+
+def warn(text: str):
+    print(text, file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,1 @@
+"""Looks inside: lessons, a doctor, explanations, and evaluation in depth."""

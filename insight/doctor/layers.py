@@ -1,0 +1,198 @@
+"""What each attention layer does around its kernel: splitting into heads, positions, rotation, and putting together."""
+
+import copy
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from insight.doctor import reference
+from insight.doctor.patient import CLOSE, SAME, Finding, NotChecked, Patient, deviation, watched, worst_heads
+from model import GPT
+from model.attention import CausalMultiHeadAttention
+
+
+def head_order(patient: Patient) -> Iterator[Finding]:
+    """Head i is the i-th stretch of rows of wq, wk and wv, and of columns of wo.
+
+    Where there is RoPE, queries and keys are compared by their lengths, which no rotation changes.
+    """
+    model = patient.probe
+    with watched(model) as layers:
+        model(patient.random_tokens(2))
+    for i, (layer, block) in enumerate(zip(layers, model.blocks, strict=True)):
+        where, attention = f"blocks.{i}.attention", block.attention
+        if layer.arguments is None:
+            yield Finding("head order", where, "attend is never called", "compute attention by self.attend")
+            continue
+        q, k, v = layer.arguments[:3]
+        for name, found in (("wq", q), ("wk", k), ("wv", v)):
+            expected, confused = (
+                _comparable(name, _projected(attention, name, layer.x, split), model.arguments)
+                for split in (reference.heads, reference.transposed_heads)
+            )
+            found = _comparable(name, found, model.arguments, turned=True)
+            if (value := deviation(found, expected)) > CLOSE:
+                what = (
+                    f"the heads of {name}{worst_heads(found, expected, CLOSE)} are not its stretches of rows, in order"
+                )
+                if deviation(found, confused) < CLOSE:
+                    what = f"the heads of {name} are transposed: dealt out row by row instead of in stretches"
+                yield Finding("head order", where, what, "split by 'b s (h d) -> b h s d'", value, CLOSE)
+        expected = attention.wo(reference.merged(layer.y))
+        if (value := deviation(layer.out, expected)) > SAME:
+            what = "the output is not wo of the heads side by side"
+            if deviation(layer.out, attention.wo(layer.y.permute(0, 2, 3, 1).flatten(2))) < SAME:
+                what = "the heads are transposed before wo: mixed number by number instead of side by side"
+            yield Finding("head order", where, what, "put together by 'b h s d -> b s (h d)', then wo", value, SAME)
+
+
+def _projected(attention: CausalMultiHeadAttention, name: str, x: Tensor, split: Callable) -> Tensor:
+    """Queries, keys or values (b h s d) as they are before RoPE."""
+    n = attention.n_heads if name == "wq" else attention.n_kv_heads
+    heads = split(x @ getattr(attention, name).weight.T, n)
+    norm = {"wq": attention.q_norm, "wk": attention.k_norm, "wv": None}[name]
+    return heads if norm is None else norm(heads)
+
+
+def _comparable(name: str, x: Tensor, arguments: dict, turned: bool = False) -> Tensor:
+    """What RoPE leaves alone: the lengths of queries and keys, and of values everything."""
+    if name == "wv" or arguments["positions"] != "rope":
+        return x
+    _, amplitude = reference.rope_angles(arguments, torch.zeros(1))
+    return x.norm(dim=-1, keepdim=True) / (amplitude if turned else 1.0)
+
+
+def rotation(patient: Patient) -> Iterator[Finding]:
+    """Each pair of each query and key is turned by position * theta^(-2i / d_head)."""
+    model = patient.probe
+    if model.arguments["positions"] != "rope":
+        raise NotChecked("it has no RoPE")
+    with watched(model) as layers:
+        model(patient.random_tokens(2))
+    arguments, places = model.arguments, torch.arange(patient.length)
+    for i, (layer, block) in enumerate(zip(layers, model.blocks, strict=True)):
+        if layer.arguments is None:
+            continue
+        for name, found in (("wq", layer.arguments[0]), ("wk", layer.arguments[1])):
+            plain = _projected(block.attention, name, layer.x, reference.heads)
+            expected = reference.turned(plain, arguments, places)
+            if (value := deviation(found, expected)) > CLOSE:
+                other = {"half": "interleaved", "interleaved": "half"}[arguments["pairing"]]
+                causes = {
+                    "not turned at all": plain,
+                    "turned backwards": reference.turned(plain, arguments, -places),
+                    f"paired as {other}, not {arguments['pairing']}": reference.turned(plain, arguments, places, other),
+                    "turned as if each stood one place further": reference.turned(plain, arguments, places + 1),
+                    "turned as if each stood one place before": reference.turned(plain, arguments, places - 1),
+                }
+                why = [cause for cause, tensor in causes.items() if deviation(found, tensor) < CLOSE]
+                of = {"wq": "queries", "wk": "keys"}[name]
+                what = f"{of}{worst_heads(found, expected, CLOSE)} are " + (
+                    why[0] if why else "not turned as RoPE says"
+                )
+                do = "see rotate in model/functional.py, and which positions and table it is given"
+                yield Finding("rotation", f"blocks.{i}.attention", what, do, value, CLOSE)
+
+
+def token_positions(patient: Patient) -> Iterator[Finding]:
+    """Every layer is told the right places: 0 .. s-1 in one forward, and with a cache after what it holds."""
+    model, T = patient.probe, patient.length
+    tokens = patient.random_tokens(2)
+    cut = T // 2
+    for name, cuts in {"one forward": [T], "a prompt read into a cache": [cut, T - cut], "decoding": [1] * T}.items():
+        cuts = [n for n in cuts if n]
+        cache = None if name == "one forward" else model.new_cache(T)
+        start = 0
+        for piece in tokens.split(cuts, dim=1):
+            s = piece.shape[1]
+            with watched(model) as layers, _watched_schemes(model) as given:
+                model(piece, cache=cache)
+            given |= {f"blocks.{i}.attention.rope": layer.token_positions for i, layer in enumerate(layers)}
+            expected = torch.arange(start, start + s)
+            wrong = {
+                where: seen for where, all_seen in given.items() for seen in all_seen if not _equal(seen, expected)
+            }
+            if wrong:
+                where, seen = next(iter(wrong.items()))
+                off = (seen.double() - expected).flatten()
+                by = f"off by {off[0].item():+g}" if (off == off[0]).all() else "wrong"
+                what = (
+                    f"token_positions are {by} in {name}: token {start} is said to stand at {seen.flatten()[0].item()}"
+                )
+                more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+                do = "the first new token stands at the number of tokens that the cache holds, from 0"
+                yield Finding("token positions", where + more, what, do, seen.flatten()[0].item(), start)
+                break
+            start += s
+
+
+def _equal(seen: Tensor, expected: Tensor) -> bool:
+    return seen.shape[-1] == len(expected) and bool((seen == expected).all())
+
+
+@contextmanager
+def _watched_schemes(model: GPT) -> Iterator[dict[str, list[Tensor]]]:
+    """The positions that a scheme outside the layers is given, under its name."""
+    given: dict[str, list[Tensor]] = {}
+    hooks = []
+    for name, argument in (("position_embedding", 1), ("alibi", 0)):
+        if (module := getattr(model, name)) is not None:
+            positions = given.setdefault(name, [])
+            hooks.append(
+                module.register_forward_pre_hook(lambda _, given, to=positions, i=argument: to.append(given[i]))
+            )
+    try:
+        yield given
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def position_tables(patient: Patient) -> Iterator[Finding]:
+    """Tables of positions hold what the formula says, in float32, and stay float32 when the model goes to bfloat16."""
+    model, arguments = patient.model, patient.model.arguments
+    if arguments["positions"] in ("learned", "none"):
+        raise NotChecked("it has none")
+    places = torch.arange(arguments["max_seq_len"])
+    tables: dict[str, tuple[torch.nn.Module, str, Tensor]] = {}
+    if arguments["positions"] == "rope":
+        angles, amplitude = reference.rope_angles(arguments, places)
+        for i, block in enumerate(model.blocks):
+            tables[f"blocks.{i}.attention.rope.cos"] = block.attention.rope, "cos", amplitude * angles.cos()
+            tables[f"blocks.{i}.attention.rope.sin"] = block.attention.rope, "sin", amplitude * angles.sin()
+    elif arguments["positions"] == "sinusoidal":
+        d = arguments["d_model"]
+        angles = places.double().unsqueeze(1) / 10000.0 ** (torch.arange(0, d, 2, dtype=torch.float64) / d)
+        table = torch.stack([angles.sin(), angles.cos()], dim=-1).flatten(1)
+        tables["position_embedding.table"] = model.position_embedding, "table", table
+    elif arguments["positions"] == "alibi":
+        tables["alibi.slopes"] = model.alibi, "slopes", _slopes(arguments["n_heads"])
+    wrong: dict[str, list[tuple[str, float]]] = {}
+    for name, (module, attribute, expected) in tables.items():
+        table = getattr(module, attribute).detach().cpu()
+        error = (table.double() - expected).abs().max().item() if table.shape == expected.shape else math.inf
+        after = getattr(copy.deepcopy(module).bfloat16(), attribute)
+        if table.dtype != torch.float32:
+            wrong.setdefault(f"the table is {table.dtype}", []).append((name, error))
+        elif not error < 1e-6:
+            wrong.setdefault("the table is not what the formula says", []).append((name, error))
+        elif after.dtype != torch.float32:
+            error = (after.cpu().double() - expected).abs().max().item()
+            wrong.setdefault(f"the table becomes {after.dtype} when the model does", []).append((name, error))
+    for what, found in wrong.items():
+        more = f" and {len(found) - 1} more" if len(found) > 1 else ""
+        error = max(error for _, error in found)
+        do = "compute it in float64, keep it in float32 whatever the model is cast to, and rotate in float32"
+        yield Finding("position tables", found[0][0] + more, f"{what}: it is off by up to {error:.2g}", do, error, 1e-6)
+
+
+def _slopes(n_heads: int) -> Tensor:
+    """ALiBi's: a geometric row that ends at 2^-8; between powers of two those of the smaller and some of the larger."""
+    if n_heads & (n_heads - 1) == 0:
+        return torch.tensor([2.0 ** (-8 * (i + 1) / n_heads) for i in range(n_heads)]).double().view(-1, 1, 1)
+    smaller = 1 << (n_heads.bit_length() - 1)
+    larger = _slopes(2 * smaller)[::2][: n_heads - smaller]
+    return torch.cat([_slopes(smaller), larger])

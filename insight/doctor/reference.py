@@ -1,0 +1,78 @@
+"""Attention once more, as plainly as it can be said, in float64: what the model's own is compared with.
+
+It shares no line with model/functional.py and model/positions.py, so that a fault there does not excuse itself.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from model.positions import rope_speeds
+
+
+def causal(T_q: int, T_k: int) -> Tensor:
+    """(q k), True where a query may look: the last query stands at the last key."""
+    return torch.ones(T_q, T_k, dtype=torch.bool).tril(T_k - T_q)
+
+
+def attention_weights(
+    q: Tensor, k: Tensor, mask: Tensor, bias: Tensor | float = 0.0, soft_cap: float | None = None
+) -> Tensor:
+    """q (b h q d), k (b g k d), mask True = may look -> (b h q k); nothing where a query may look nowhere."""
+    scores = q @ shared(k, q.shape[1]).transpose(-1, -2) / math.sqrt(q.shape[-1])
+    if soft_cap is not None:
+        scores = soft_cap * torch.tanh(scores / soft_cap)
+    mask = mask.expand_as(scores)
+    weights = torch.softmax((scores + bias).masked_fill(~mask, -math.inf), dim=-1)
+    return torch.where(mask.any(-1, keepdim=True), weights, torch.zeros_like(weights))
+
+
+def shared(x: Tensor, n_heads: int) -> Tensor:
+    """(b g k d) -> (b h k d): each key/value head serves the h / g query heads that stand together."""
+    return x.repeat_interleave(n_heads // x.shape[1], dim=1)
+
+
+def heads(x: Tensor, n: int) -> Tensor:
+    """(b s (h d)) -> (b h s d): head i is the i-th stretch of the width."""
+    return torch.stack(x.split(x.shape[-1] // n, dim=-1), dim=1)
+
+
+def transposed_heads(x: Tensor, n: int) -> Tensor:
+    """The same numbers dealt out in turn, (b s (d h)): what heads() is easily confused with."""
+    return torch.stack([x[..., i::n] for i in range(n)], dim=1)
+
+
+def merged(y: Tensor) -> Tensor:
+    """(b h s d) -> (b s (h d)): heads() undone."""
+    return torch.cat(y.unbind(1), dim=-1)
+
+
+def rope_angles(arguments: dict, token_positions: Tensor) -> tuple[Tensor, float]:
+    """What each pair is turned by (... d_head / 2) at token_positions (...), and how much longer it gets.
+
+    `arguments` are GPT's.
+    """
+    d_head = arguments["d_model"] // arguments["n_heads"]
+    if arguments["rope_scaling"] is None:
+        exponents = torch.arange(d_head // 2, dtype=torch.float64) * 2 / d_head
+        speeds, amplitude = 1 / torch.tensor(arguments["theta"], dtype=torch.float64) ** exponents, 1.0
+    else:
+        factor, reach = arguments["rope_factor"], arguments["max_seq_len"]
+        speeds, amplitude = rope_speeds(arguments["theta"], d_head, arguments["rope_scaling"], factor, reach)
+    return token_positions.double().unsqueeze(-1) * speeds, amplitude
+
+
+def pairs(x: Tensor, pairing: str) -> Tensor:
+    """(... d) -> (... d/2) complex numbers, the pairs that RoPE turns."""
+    a, b = x.chunk(2, dim=-1) if pairing == "half" else (x[..., 0::2], x[..., 1::2])
+    return torch.complex(a, b)
+
+
+def turned(x: Tensor, arguments: dict, token_positions: Tensor, pairing: str | None = None) -> Tensor:
+    """RoPE of x (b h s d) at token_positions (s,): each pair times amplitude e^(i angle)."""
+    pairing = pairing or arguments["pairing"]
+    angles, amplitude = rope_angles(arguments, token_positions)
+    z = pairs(x, pairing) * torch.polar(torch.full_like(angles, amplitude), angles)
+    parts = [z.real, z.imag]
+    return torch.cat(parts, dim=-1) if pairing == "half" else torch.stack(parts, dim=-1).flatten(-2)

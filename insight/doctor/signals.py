@@ -1,0 +1,163 @@
+"""What flows through the model on text of its kind: attention's sharpness, the residual stream, activations."""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from insight.doctor import reference
+from insight.doctor.patient import Finding, NotChecked, Patient, watched
+
+LARGE_SCORE = 100.0  # where "Kimi K2: Open Agentic Intelligence" (2025) begins to clip
+ATTENTION_ROWS = 2  # of the batch, whose squares of weights are held
+SATURATED = 0.99  # a weight above leaves a hundredth of its gradient
+LARGE_ACTIVATION = 1e4  # float16 ends at 65504
+OUTLIER = 30.0  # times what the other branches write
+SOME_KEYS = 4  # that a query must see for its choice to say anything
+DEAD_UNITS = 0.9  # share of a layer's hidden units
+
+
+def _attention(patient: Patient) -> Iterator[tuple[int, Tensor, Tensor, Tensor]]:
+    """(layer, scores, weights, mask) (b h q k) of each layer on the patient's text, by the reference's mathematics."""
+    model = patient.model
+    with torch.no_grad(), watched(model) as layers:
+        model(patient.tokens[:ATTENTION_ROWS])
+    for i, layer in enumerate(layers):
+        q, k, _, mask, bias, soft_cap, _ = layer.arguments
+        q, k = q.double().cpu(), k.double().cpu()
+        mask = reference.causal(q.shape[2], k.shape[2]) if mask is None else mask.cpu()
+        bias = 0.0 if bias is None else bias.double().cpu()
+        scores = q @ reference.shared(k, q.shape[1]).transpose(-1, -2) / math.sqrt(q.shape[-1])
+        scores = scores if soft_cap is None else soft_cap * torch.tanh(scores / soft_cap)
+        yield i, scores, reference.attention_weights(q, k, mask, bias, soft_cap), mask.expand_as(scores)
+
+
+def score_size(patient: Patient) -> Iterator[Finding]:
+    """Scores stay of a size at which training is stable ("Scaling Vision Transformers to 22B Parameters", 2023)."""
+    for i, scores, _, mask in _attention(patient):
+        largest = scores.masked_fill(~mask, 0.0).abs().amax((0, 2, 3))
+        for h in (largest > LARGE_SCORE).nonzero().flatten().tolist():
+            what = f"scores reach {largest[h]:.3g} in size"
+            do = "model.qk_norm=true bounds them; or model.soft_cap=50, or a lower learning rate"
+            yield Finding("score size", f"blocks.{i}.attention, head {h}", what, do, largest[h].item(), LARGE_SCORE)
+
+
+def saturation(patient: Patient) -> Iterator[Finding]:
+    """Heads look at more than one place: a softmax that has saturated passes no gradient on.
+
+    In a new model this holds for every head. A trained head may have learned to look at one place, such as the token
+    before; all heads of a layer at once have collapsed ("Stabilizing Transformer Training by Preventing Attention
+    Entropy Collapse", 2023).
+    """
+    for i, _, weights, mask in _attention(patient):
+        share = _of_queries_that_choose((weights > SATURATED).any(-1).double(), mask)
+        collapsed = share > 0.9
+        if patient.trained and not collapsed.all():
+            continue
+        for h in collapsed.nonzero().flatten().tolist():
+            what = f"{100 * share[h]:.0f} % of its queries give more than {SATURATED} to a single key"
+            do = "scores too large: check 1/sqrt(d_head) and the size of wq and wk; model.qk_norm=true bounds them"
+            yield Finding("saturation", f"blocks.{i}.attention, head {h}", what, do, share[h].item(), 0.9)
+
+
+def entropy(patient: Patient) -> Iterator[Finding]:
+    """A trained head chooses: one whose weights are the same for all keys has not learned to look."""
+    if not patient.trained:
+        raise NotChecked("it has not learned yet where to look")
+    if patient.model.arguments["positions"] == "alibi":
+        raise NotChecked("ALiBi prefers what is near, whatever the head has learned")
+    for i, _, weights, mask in _attention(patient):
+        bits = -(weights * weights.clamp(min=1e-300).log()).sum(-1)
+        most = mask.sum(-1).double().log()
+        if mask.sum(-1).max() < SOME_KEYS:
+            raise NotChecked(f"no token sees {SOME_KEYS} others")
+        missing = _of_queries_that_choose(1 - bits / most.clamp(min=1e-30), mask)  # share of what it could be
+        for h in (missing < 1e-6).nonzero().flatten().tolist():
+            what = "its weights are the same for all keys: it averages, and its queries or keys are dead"
+            do = f"look at rows of head {h} in wq and wk; a head of zeros may be pruned or begun anew"
+            yield Finding("entropy", f"blocks.{i}.attention, head {h}", what, do, missing[h].item(), 1e-6)
+
+
+def _of_queries_that_choose(x: Tensor, mask: Tensor) -> Tensor:
+    """The mean (h) of x (b h q) over the queries that see SOME_KEYS or more."""
+    chooses = (mask.sum(-1) >= SOME_KEYS).double().expand_as(x)
+    return (x * chooses).sum((0, 2)) / chooses.sum((0, 2)).clamp(min=1)
+
+
+@contextmanager
+def _recorded(patient: Patient) -> Iterator[tuple[dict[str, Tensor], dict[str, Tensor]]]:
+    """(the stream behind each block and the embedding, what each module writes or holds) in one forward, by name."""
+    model, stream, inside, hooks = patient.model, {}, {}, []
+
+    def keep(where: dict, name: str, its_input: bool = False):
+        return lambda module, arguments, out: where.__setitem__(name, (arguments[0] if its_input else out).detach())
+
+    first = model.position_embedding if model.position_embedding is not None else model.embedding
+    hooks.append(first.register_forward_hook(keep(stream, "embedding")))
+    for i, block in enumerate(model.blocks):
+        hooks.append(block.register_forward_hook(keep(stream, f"blocks.{i}")))
+        for branch in ("attention", "feed_forward"):
+            hooks.append(getattr(block, branch).register_forward_hook(keep(inside, f"blocks.{i}.{branch}")))
+        if hasattr(block.feed_forward, "down"):
+            hidden = keep(inside, f"blocks.{i}.feed_forward.down", its_input=True)
+            hooks.append(block.feed_forward.down.register_forward_hook(hidden))
+    try:
+        with torch.no_grad():
+            model(patient.tokens)
+        yield stream, inside
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _size(x: Tensor) -> float:
+    """Root of the mean square."""
+    return x.double().square().mean().sqrt().item()
+
+
+def residual_stream(patient: Patient) -> Iterator[Finding]:
+    """The stream neither explodes nor dies on its way up, and no branch writes far more than the others."""
+    with _recorded(patient) as (stream, inside):
+        pass
+    branches = {name: _size(x) for name, x in inside.items() if not name.endswith(".down")}
+    writing = sorted(size for size in branches.values() if size > 0)
+    if writing and len(writing) > 2:
+        usual = writing[(len(writing) - 1) // 2]
+        bound = OUTLIER * (10 if patient.trained else 1)
+        for name, size in branches.items():
+            if size > bound * usual:
+                what = f"it writes {size / usual:.3g} times as much into the residual stream as the other branches"
+                do = "look at the size of its last matrix (wo or down), then of those before"
+                yield Finding("residual stream", name, what, do, size / usual, bound)
+    for name, x in stream.items():
+        largest = x.abs().max().item()
+        if not largest < LARGE_ACTIVATION:
+            what = f"numbers of the residual stream reach {largest:.3g}"
+            do = "lower the learning rate or raise weight decay; float16 would overflow soon"
+            yield Finding("residual stream", name, what, do, largest, LARGE_ACTIVATION)
+            return
+    last = stream[list(stream)[-1]].double()
+    spread = (last - last.mean((0, 1))).square().mean().sqrt().item() / max(_size(last), 1e-300)
+    if not spread > 1e-4 and len(patient.tokens.unique()) > 1:
+        what = "all tokens are alike at the end of the stream: what was read has been lost"
+        yield Finding("residual stream", list(stream)[-1], what, "look for a branch that drowns the rest", spread, 1e-4)
+
+
+def activations(patient: Patient) -> Iterator[Finding]:
+    """Hidden units of feed-forwards are finite, of a usual size, and not silent on every token."""
+    with _recorded(patient) as (_, inside):
+        pass
+    for name, x in inside.items():
+        largest = x.abs().max().item()
+        if not largest < LARGE_ACTIVATION:
+            do = "look at the weights before it; float16 would overflow soon"
+            yield Finding("activations", name, f"activations reach {largest:.3g}", do, largest, LARGE_ACTIVATION)
+        elif name.endswith(".down"):
+            peaks = x.abs().flatten(0, -2).amax(0)
+            dead = (peaks <= 1e-6 * max(largest, 1e-30)).double().mean().item()
+            if dead > DEAD_UNITS:
+                what = f"{100 * dead:.0f} % of its hidden units are silent on all {x[..., 0].numel()} tokens"
+                do = "look at the size and sign of gate and up before it; a rate that was too high kills ReLUs"
+                yield Finding("activations", name.removesuffix(".down"), what, do, dead, DEAD_UNITS)

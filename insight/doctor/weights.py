@@ -1,0 +1,81 @@
+"""The weights as they lie there, before anything is computed with them."""
+
+import math
+import statistics
+from collections.abc import Iterator
+
+from torch import Tensor, nn
+
+from insight.doctor.patient import Finding, NotChecked, Patient
+
+
+def finite_weights(patient: Patient) -> Iterator[Finding]:
+    """No weight and no buffer holds NaN or an infinity."""
+    tensors = [*patient.model.named_parameters(), *patient.model.named_buffers()]
+    for name, tensor in tensors:
+        if tensor.is_floating_point() and (bad := (~tensor.isfinite()).sum().item()):
+            first = tuple((~tensor.isfinite()).nonzero()[0].tolist())
+            what = f"{bad} of {tensor.numel():,} numbers are not finite, first {tensor[first].item()} at {list(first)}"
+            do = "take a checkpoint from before; train on with on_nonfinite=stop, which says where it begins"
+            yield Finding("finite weights", name, what, do, bad, 0)
+
+
+def tied_weights(patient: Patient) -> Iterator[Finding]:
+    """Embedding and head are one matrix if tied=true, and two if not."""
+    embedding, head = patient.model.embedding.weight, patient.model.head.weight
+    tied, one = patient.model.arguments["tied"], embedding.data_ptr() == head.data_ptr()
+    if tied and not one:
+        value = (embedding - head).abs().max().item()
+        what = f"tied=true, but embedding and head are two matrices, which differ by up to {value:.3g}"
+        do = "after everything that replaces a parameter, set model.head.weight = model.embedding.weight"
+        yield Finding("tied weights", "head.weight", what, do, value, 0.0)
+    if one and not tied:
+        what = "tied=false, but embedding and head share one matrix: a checkpoint would keep it twice, as two"
+        yield Finding("tied weights", "head.weight", what, "build the model with tied=true, or copy the matrix")
+
+
+READERS = {"attention": ("wq", "wk", "wv"), "feed_forward": ("gate", "up")}
+WRITERS = {"attention": ("wo",), "feed_forward": ("down",)}
+
+
+def initial_scale(patient: Patient) -> Iterator[Finding]:
+    """In a new model, all matrices that read the residual stream are of one size, and those that write into it smaller.
+
+    The 2 n_layers branches add up: GPT-2 divides what writes by sqrt(2 n_layers), others begin it at zero.
+    """
+    if patient.trained:
+        raise NotChecked("its weights have learned")
+    readers, writers = (dict(_matrices(patient.model, names)) for names in (READERS, WRITERS))
+    usual = statistics.median(_size(weight) for weight in readers.values())
+    for name, weight in readers.items():
+        ratio, slack = _size(weight) / usual if usual else 1.0, _slack(weight)
+        if not 1 / slack < ratio < slack:
+            what = f"it begins {ratio:.3g} times as large as the other matrices that read the stream"
+            do = "scale down what writes into the stream (wo, down), and nothing that reads it"
+            yield Finding("initial scale", name, what, do, ratio, slack if ratio > 1 else 1 / slack)
+    small = 1 / math.sqrt(2 * len(patient.model.blocks))
+    for name, weight in writers.items():
+        widths = math.sqrt(patient.model.arguments["d_model"] / weight.shape[1])  # each of them may follow its own
+        ratio, bound = _size(weight) / usual if usual else 0.0, small * max(1.0, widths) * _slack(weight)
+        if ratio > bound:
+            what = f"it begins {ratio:.3g} times as large as what reads the stream; 2 n_layers such branches add up"
+            do = "divide its initial values by sqrt(2 n_layers), or begin at zero"
+            yield Finding("initial scale", name, what, do, ratio, bound)
+
+
+def _matrices(model: nn.Module, names: dict[str, tuple[str, ...]]) -> Iterator[tuple[str, Tensor]]:
+    for i, block in enumerate(model.blocks):
+        for branch, matrices in names.items():
+            for matrix in matrices:
+                if (module := getattr(getattr(block, branch), matrix, None)) is not None:
+                    yield f"blocks.{i}.{branch}.{matrix}", module.weight
+
+
+def _size(weight: Tensor) -> float:
+    """Root of the mean square."""
+    return weight.detach().double().square().mean().sqrt().item()
+
+
+def _slack(weight: Tensor) -> float:
+    """How far the size of random numbers may be from what it was meant to be, as a factor."""
+    return 1.25 + 6 / math.sqrt(2 * weight.numel())

@@ -1,0 +1,75 @@
+"""A model that is understood, because it was written and not trained: two layers that continue a pattern.
+
+Behind `^ b a c ... b` it says a: it looks for what followed the last token before ("A Mathematical Framework for
+Transformer Circuits", 2021; "In-context Learning and Induction Heads", 2022). What each head does is known, and so what
+a method must say of it.
+
+| head | where it looks | what it does |
+| --- | --- | --- |
+| 0.0 | at the token before | notes it beside each token |
+| 0.1 | at the beginning | nothing: it has no values |
+| 1.0 | at the token that stands behind an earlier occurrence of this one | says that one comes next |
+| 1.1 | where 1.0 looks, as strongly | nothing: it reads the values, and wo drops them |
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from model import GPT
+
+SHARPNESS = 20.0  # by how much the score of the key that a head looks for lies above all others
+CONFIDENCE = 10.0  # by how much the logit of the answer lies above all others
+
+PREVIOUS, SINK, INDUCTION, WATCHER = (0, 0), (0, 1), (1, 0), (1, 1)
+
+
+@torch.no_grad()
+def induction_model(vocab_size: int, max_seq_len: int) -> GPT:
+    """A GPT (learned positions, RMSNorm) whose prompts must begin with a token that is found nowhere else.
+
+    A stream vector has four parts, each with a one where it says something: the token, its position, the token before,
+    and the answer.
+    """
+    n_heads, width = 2, 3 * vocab_size + max_seq_len
+    d_model = n_heads * max(math.ceil(width / n_heads), vocab_size, max_seq_len)
+    shape = {"d_model": d_model, "n_layers": 2, "n_heads": n_heads, "d_ff": 1, "max_seq_len": max_seq_len}
+    model = GPT(vocab_size, **shape, positions="learned", feed_forward="relu2").eval()
+    for parameter in model.parameters():
+        parameter.zero_()
+    token, place, before, answer, _ = torch.arange(d_model).split(
+        [vocab_size, max_seq_len, vocab_size, vocab_size, d_model - width]
+    )
+
+    model.embedding.weight[:, token] = torch.eye(vocab_size)
+    model.position_embedding.table.weight[:, place] = torch.eye(max_seq_len)
+    first, second = model.blocks
+    for ones, norm in ((2, first.attention_norm), (3, second.attention_norm), (4, model.norm)):
+        norm.gain.fill_(math.sqrt(ones / d_model))  # takes back what dividing by the rms of so many ones does
+
+    write(first.attention, 0, q=place, k=place.roll(1), v=token, o=before)  # a key calls itself one place further
+    wq, wk = (w.weight.unflatten(0, (n_heads, -1))[1] for w in (first.attention.wq, first.attention.wk))
+    wq[0, place], wk[0, place[0]] = sharp(first.attention), 1.0  # from every place to the first
+    write(second.attention, 0, q=token, k=before, v=token, o=answer)
+    write(second.attention, 1, q=token, k=before, v=token, o=None)
+    model.head.weight[:, answer] = CONFIDENCE * torch.eye(vocab_size)
+    return model
+
+
+def sharp(attention) -> float:
+    """What a query's one must be for a score of SHARPNESS."""
+    return SHARPNESS * math.sqrt(attention.wq.weight.shape[0] / attention.n_heads)
+
+
+def write(attention, head: int, *, q: Tensor, k: Tensor, v: Tensor, o: Tensor | None):
+    """Lets a head compare the dimensions q of the query with k of the key, and move v to o; None: to nowhere."""
+    wq, wk, wv = (
+        w.weight.unflatten(0, (attention.n_heads, -1))[head] for w in (attention.wq, attention.wk, attention.wv)
+    )
+    wq[torch.arange(len(q)), q] = sharp(attention)
+    wk[torch.arange(len(k)), k] = 1.0
+    wv[torch.arange(len(v)), v] = 1.0
+    if o is not None:
+        wo = attention.wo.weight.unflatten(1, (attention.n_heads, -1))[:, head]
+        wo[o, torch.arange(len(o))] = 1.0

@@ -1,0 +1,116 @@
+"""Keys and values are kept, and a new token costs one column: if its position and its mask are right."""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from insight.lessons.lesson import Lesson, difference, seeded
+from model import GPT
+from model.attention import fused_attention
+
+SHAPE = {"vocab_size": 17, "d_model": 32, "n_layers": 2, "n_heads": 4, "d_ff": 64, "max_seq_len": 32}
+LENGTH, PROMPT = 12, 8
+SHIFT = 5
+EXACT = 1e-5  # float64, but RoPE's table is float32
+
+
+@torch.no_grad()
+def lesson() -> Lesson:
+    with seeded(0):
+        model = GPT(**SHAPE).double()
+        for parameter in model.parameters():  # larger than at the beginning, so that positions matter
+            parameter.mul_(2)
+        tokens = torch.randint(SHAPE["vocab_size"], (2, LENGTH))
+    whole = model(tokens)
+    cache = model.new_cache()
+    fed = []
+    for token in tokens.split(1, dim=1):
+        position = cache.length
+        logits = model(token, cache=cache)
+        fed.append(
+            {"position": position, "slots": cache.length, "difference": difference(logits[:, 0], whole[:, position])}
+        )
+
+    def behind_prompt(offset) -> float:
+        """Prompt first, then each token at the position that `offset(place)` says: the difference from the whole."""
+        return difference(_continued(model, tokens, offset), whole[:, PROMPT:])
+
+    ways = {
+        "right: where the cache ends": behind_prompt(lambda place: place),
+        f"prompt and all {SHIFT} further": difference(model(tokens, torch.arange(LENGTH) + SHIFT), whole),
+        "one too far": behind_prompt(lambda place: place + 1),
+        "one too near": behind_prompt(lambda place: place - 1),
+        "always 0": behind_prompt(lambda place: 0),
+        "right, kernel's own causal flag": difference(_top_left(model, tokens), whole[:, PROMPT:]),
+    }
+    q, k, v = torch.ones(1, 1, 1, 4), torch.ones(1, 1, LENGTH, 4), torch.eye(LENGTH).view(1, 1, LENGTH, LENGTH)
+    numbers = {
+        "fed": fed,
+        "ways": ways,
+        # of one query, all keys alike; the values are the unit vectors, so that what is read are the weights
+        "flag": F.scaled_dot_product_attention(q, k, v, is_causal=True).flatten().tolist(),
+        "mask": F.scaled_dot_product_attention(q, k, v).flatten().tolist(),
+    }
+    table = [[f"{PROMPT} tokens read, {LENGTH - PROMPT} fed one by one", "logits off by"]]
+    table += [[way, "0" if off < EXACT else f"{off:.3f}"] for way, off in ways.items()]
+    right, together, far, near, zero, flag = ways.values()
+    claims = [
+        (
+            max(step["difference"] for step in fed) < EXACT,
+            f"fed one by one into a cache, {LENGTH} tokens give the logits of one forward",
+        ),
+        (
+            [step["position"] for step in fed] == list(range(LENGTH)),
+            f"each stands where the cache ends: positions 0 .. {LENGTH - 1}, though every forward gets one token",
+        ),
+        (right < EXACT, "so do a prompt read at once and tokens behind it"),
+        (together < EXACT, "RoPE sees distances only: an offset that all share, the prompt too, changes nothing"),
+        (
+            min(far, near) > 0.01,
+            f"an offset of one for new tokens alone changes logits by up to {max(far, near):.3f}; nothing complains",
+        ),
+        (zero > 0.01, f"so does a position that starts over at each token: {zero:.3f}"),
+        (
+            numbers["flag"][0] == 1 and max(numbers["flag"][1:]) == 0,
+            f"the kernel's causal flag is aligned to the top left: one query with {LENGTH} keys sees key 0 alone",
+        ),
+        (
+            max(abs(weight - 1 / LENGTH) for weight in numbers["mask"]) < 1e-6,
+            "where it should see all of them: with a cache, the mask is made from slots",
+        ),
+        (flag > 0.01, f"in the model that changes logits by {flag:.3f}"),
+    ]
+    return Lesson(numbers, [table], claims)
+
+
+def _continued(model: GPT, tokens: Tensor, offset) -> Tensor:
+    """Logits (b, LENGTH - PROMPT, vocab) of the tokens behind the prompt, fed one by one."""
+    cache = model.new_cache()
+    model(tokens[:, :PROMPT], cache=cache)
+    places = range(PROMPT, LENGTH)
+    columns = [model(tokens[:, [place]], torch.tensor([offset(place)]), cache=cache) for place in places]
+    return torch.cat(columns, dim=1)
+
+
+def _top_left(model: GPT, tokens: Tensor) -> Tensor:
+    """The same, at the right positions, but with torch's flag in place of the mask."""
+
+    def attend(q, k, v, mask, *others):
+        return fused_attention(q, k, v, None, *others)
+
+    attentions = [block.attention for block in model.blocks]
+    before = [attention.attend for attention in attentions]
+    try:
+        for attention in attentions:
+            attention.attend = attend
+        return _continued(model, tokens, lambda place: place)
+    finally:
+        for attention, its in zip(attentions, before, strict=True):
+            attention.attend = its
+
+
+def draw(numbers: dict, figure):
+    axes = figure.subplots()
+    axes.barh(list(numbers["ways"]), list(numbers["ways"].values()))
+    axes.invert_yaxis()
+    axes.set(xlabel="largest difference in a logit from one forward of all tokens")

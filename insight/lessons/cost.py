@@ -1,0 +1,288 @@
+"""What attention costs as the text grows, with a cache and without, and beside recurrence and convolution."""
+
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn.functional import conv1d, pad
+from torch.utils.flop_counter import FlopCounterMode
+
+from insight.lessons.lesson import Lesson, exponent, seeded
+from model import GPT
+from model.attention import CausalMultiHeadAttention, fused_attention, written_attention
+
+LENGTHS = [256, 512, 1024, 2048, 4096]
+D_HEAD = 64
+WRITER = {"vocab_size": 64, "d_model": 64, "n_layers": 2, "n_heads": 4, "d_ff": 192, "max_seq_len": 2048}
+BEHIND = [128, 256, 512, 1024]  # tokens read before the one that is timed
+D_LAYER, KERNEL = 8, 3
+SEQUENCES = [16, 32, 64, 128]
+ROUNDS = 3
+
+
+def lesson() -> Lesson:
+    numbers = {"attention": _attention(), "token": _token(), "layers": _layers()}
+    attention, token, layers = numbers.values()
+    growth = [["T", *(f"{name}, {what}" for name in attention for what in ("ms", "MiB"))]]
+    for i, T in enumerate(LENGTHS):
+        cells = [f"{values[i]:.1f}" for one in attention.values() for values in (one["ms"], one["MiB"])]
+        growth.append([str(T), *cells])
+    powers = [one[f"{what} exponent"] for one in attention.values() for what in ("ms", "MiB")]
+    growth.append(["grows as T to the power", *(f"{power:.2f}" for power in powers)])
+
+    writing = [["a new token behind", *(f"{name} cache, ms" for name in token)]]
+    writing += [[str(n), *(f"{one['ms'][i]:.2f}" for one in token.values())] for i, n in enumerate(BEHIND)]
+    writing.append(["grows as T to the power", *(f"{one['exponent']:.2f}" for one in token.values())])
+
+    n = SEQUENCES[-1]
+    beside = [
+        [
+            f"layer, {n} tokens",
+            "products in a row",
+            "inputs seen",
+            "layers to see all",
+            "first to last",
+            "FLOPs",
+            "as n to the power",
+        ]
+    ]
+    for name, one in layers.items():
+        cells = [one["chain"][-1], one["seen"], one["layers"], one["path"], f"{one['flops'][-1]:,}"]
+        beside.append([name, *map(str, cells), f"{one['flops exponent']:.2f}"])
+    return Lesson(numbers, [growth, writing, beside], _claims(attention, token, layers))
+
+
+def _claims(attention: dict, token: dict, layers: dict) -> list[tuple[bool, str]]:
+    written, fused = attention.values()
+    without, cached = token.values()
+    recurrent, convolution, attending = layers.values()
+    n = SEQUENCES[-1]
+    return [
+        (
+            1.4 < written["ms exponent"] < 2.6 and 1.4 < fused["ms exponent"] < 2.6,
+            "the time of attention grows about as the square of T",
+        ),
+        (
+            abs(written["MiB exponent"] - 2) < 0.15,
+            "so does the memory that it keeps for the backward pass, written out: it holds the square of weights",
+        ),
+        (abs(fused["MiB exponent"] - 1) < 0.15, "the fused kernel never holds the square: its memory grows as T"),
+        (
+            written["ms"][-1] > fused["ms"][-1],
+            f"and it is faster: at {LENGTHS[-1]} tokens {written['ms'][-1] / fused['ms'][-1]:.1f} times",
+        ),
+        (
+            without["exponent"] > 0.7 > 0.5 > cached["exponent"],
+            "without a cache a new token costs in proportion to what stands before it, with one hardly more",
+        ),
+        (
+            without["ms"][-1] > 3 * cached["ms"][-1],
+            f"behind {BEHIND[-1]} tokens it is {without['ms'][-1] / cached['ms'][-1]:.0f} times faster with the cache",
+        ),
+        (
+            recurrent["chain"] == SEQUENCES,
+            "recurrence waits for each token: as many products in a row as there are tokens",
+        ),
+        (
+            len(set(convolution["chain"])) == len(set(attending["chain"])) == 1,
+            f"convolution and attention do not: {convolution['chain'][0]} and {attending['chain'][0]} for any n",
+        ),
+        (
+            convolution["seen"] == KERNEL and convolution["layers"] == -(-(n - 1) // (KERNEL - 1)),
+            f"a convolution of width {KERNEL} sees {KERNEL} inputs, and takes (n - 1) / {KERNEL - 1} layers to see {n}",
+        ),
+        (recurrent["seen"] == attending["seen"] == n, "in one layer of the others a gradient reaches every input"),
+        (
+            recurrent["path"] == n and attending["path"] == attending["chain"][0],
+            f"from the first token to the last recurrence takes {recurrent['path']} products, convolution "
+            f"{convolution['path']}, attention {attending['path']}",
+        ),
+        (
+            recurrent["gradient"] < 1e-6 < 1e-2 < attending["gradient"],
+            f"on the long way the gradient is lost: of the last input's, the first gets {recurrent['gradient']:.0e} in "
+            f"recurrence, {attending['gradient']:.0e} in attention",
+        ),
+        (
+            attending["flops exponent"] > 1.5 > 1.1 > max(recurrent["flops exponent"], convolution["flops exponent"]),
+            "the price: attention's FLOPs go towards the square of n, the others' grow as n",
+        ),
+    ]
+
+
+# --- attention, written out and fused -------------------------------------------------------------------------------
+
+
+def _attention() -> dict:
+    """One head of width D_HEAD, causal: milliseconds of a forward, MiB kept for the backward pass."""
+    found = {}
+    for name, attend in (("written", written_attention), ("fused", fused_attention)):
+        ms, mib = [], []
+        for T in LENGTHS:
+            q, k, v = (torch.randn(1, 1, T, D_HEAD) for _ in range(3))
+            with torch.no_grad():
+                ms.append(_milliseconds(lambda attend=attend, q=q, k=k, v=v: attend(q, k, v, None, None, None, 0.0)))
+            q, k, v = (x.requires_grad_() for x in (q, k, v))
+            mib.append(_kept(lambda attend=attend, q=q, k=k, v=v: attend(q, k, v, None, None, None, 0.0)) / 2**20)
+        found[name] = {
+            "ms": ms,
+            "MiB": mib,
+            "ms exponent": exponent(LENGTHS, ms),
+            "MiB exponent": exponent(LENGTHS, mib),
+        }
+    return found
+
+
+def _milliseconds(work: Callable[[], object], prepare: Callable[[], object] = lambda: None) -> float:
+    """Of the processor, the least of some rounds after one for nothing: other programs on the machine do not count."""
+    times = []
+    for _ in range(ROUNDS + 1):
+        prepare()
+        began = time.process_time()
+        work()
+        times.append(time.process_time() - began)
+    return 1000 * min(times[1:])
+
+
+def _kept(work: Callable[[], object]) -> int:
+    """Bytes of the tensors that autograd keeps from `work` for the backward pass, each memory once."""
+    memories = {}
+
+    def keep(x: Tensor) -> Tensor:
+        memory = x.untyped_storage()
+        memories[memory.data_ptr()] = memory.nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        result = work()  # held till all is counted, so that no memory is used twice
+    del result
+    return sum(memories.values())
+
+
+# --- a token more, with a cache and without -------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def _token() -> dict:
+    with seeded(0):
+        model = GPT(**WRITER)
+        tokens = torch.randint(WRITER["vocab_size"], (1, BEHIND[-1] + 1))
+    found = {"without": [], "with a": []}
+    for n in BEHIND:
+        found["without"].append(_milliseconds(lambda n=n: model(tokens[:, : n + 1], at=torch.tensor([n]))))
+        cache = model.new_cache()
+        model(tokens[:, :n], cache=cache)
+        one_more = tokens[:, n : n + 1]
+        found["with a"].append(
+            _milliseconds(
+                lambda one_more=one_more, cache=cache: model(one_more, cache=cache),
+                prepare=lambda n=n, cache=cache: cache.set_lengths([n]),
+            )
+        )
+    return {name: {"ms": ms, "exponent": exponent(BEHIND, ms)} for name, ms in found.items()}
+
+
+# --- recurrence, convolution, attention -----------------------------------------------------------------------------
+
+
+def recurrence(x: Tensor, w: Tensor, u: Tensor) -> Tensor:
+    """h_t = tanh(x_t w + h_(t-1) u) on x (n d)."""
+    h, states = x.new_zeros(1, len(u)), []
+    for row in (x @ w).split(1):
+        h = torch.tanh(row + h @ u)
+        states.append(h)
+    return torch.cat(states)
+
+
+def convolution(x: Tensor, w: Tensor) -> Tensor:
+    """Each output a product of w (d d KERNEL) with the last KERNEL inputs of x (n d)."""
+    return conv1d(pad(x.T, (KERNEL - 1, 0)).unsqueeze(0), w).squeeze(0).T
+
+
+def _layers() -> dict:
+    """Three layers (n d) -> (n d) that are causal, with random weights, measured alike."""
+    bound = D_LAYER**-0.5  # of torch.nn.RNN's initial weights
+    with seeded(0):
+        w, u, w_conv = (
+            torch.empty(D_LAYER, D_LAYER, *more).double().uniform_(-bound, bound).requires_grad_()
+            for more in ((), (), (KERNEL,))
+        )
+        attention = CausalMultiHeadAttention(D_LAYER, 1).double()
+        x = torch.randn(SEQUENCES[-1], D_LAYER).double()
+    attention.attend = written_attention
+    layers = {
+        "recurrence": lambda x: recurrence(x, w, u),
+        "convolution": lambda x: convolution(x, w_conv),
+        "attention": lambda x: attention(x.unsqueeze(0)).squeeze(0),
+    }
+    return {name: _measure_layer(layer, x) for name, layer in layers.items()}
+
+
+def _measure_layer(layer: Callable[[Tensor], Tensor], x: Tensor) -> dict:
+    flops = [_flops(layer, x[:n]) for n in SEQUENCES]
+    reaching = _reaching(layer, x, 1)
+    n_layers, reached = 1, reaching
+    while reached[0] == 0:
+        n_layers += 1
+        reached = _reaching(layer, x, n_layers)
+    return {
+        "chain": [longest_chain(layer(x[:n])) for n in SEQUENCES],
+        "seen": sum(size > 0 for size in reaching),
+        "layers": n_layers,
+        "path": longest_chain(_stacked(layer, x, n_layers)),
+        "gradient": reached[0] / reached[-1],
+        "flops": flops,
+        "flops exponent": exponent(SEQUENCES, flops),
+    }
+
+
+def _stacked(layer: Callable[[Tensor], Tensor], x: Tensor, n_layers: int) -> Tensor:
+    for _ in range(n_layers):
+        x = layer(x)
+    return x
+
+
+def _reaching(layer: Callable[[Tensor], Tensor], x: Tensor, n_layers: int) -> list[float]:
+    """Size of the gradient that comes from the last output to each input."""
+    x = x.clone().requires_grad_()
+    _stacked(layer, x, n_layers)[-1].sum().backward()
+    return x.grad.norm(dim=-1).tolist()
+
+
+def _flops(layer: Callable[[Tensor], Tensor], x: Tensor) -> int:
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        layer(x)
+    return counter.get_total_flops()
+
+
+def longest_chain(y: Tensor) -> int:
+    """How many matrix products, convolutions included, wait for one another on the way to y, by its autograd graph."""
+    length, waiting = {}, [y.grad_fn]
+    while waiting:
+        node = waiting[-1]
+        below = [other for other, _ in node.next_functions if other is not None]
+        unknown = [other for other in below if other not in length]
+        if unknown:
+            waiting += unknown
+            continue
+        product = node.name().startswith(("MmBackward", "BmmBackward", "AddmmBackward", "ConvolutionBackward"))
+        length[node] = product + max((length[other] for other in below), default=0)
+        waiting.pop()
+    return length[y.grad_fn]
+
+
+def draw(numbers: dict, figure):
+    panels = figure.subplots(1, 3)
+    for axes, what in zip(panels, ("ms", "MiB"), strict=False):
+        for name, one in numbers["attention"].items():
+            label = f"{name}, as T^{one[f'{what} exponent']:.2f}"
+            axes.plot(LENGTHS, one[what], "o-", label=label)
+        axes.set(xscale="log", yscale="log", xlabel="T", title=f"attention, {what}")
+        axes.set_xticks(LENGTHS, LENGTHS)
+    for name, one in numbers["token"].items():
+        panels[2].plot(BEHIND, one["ms"], "o-", label=f"{name} cache, as T^{one['exponent']:.2f}")
+    panels[2].set(xscale="log", yscale="log", xlabel="tokens before", title="a new token, ms")
+    panels[2].set_xticks(BEHIND, BEHIND)
+    for axes in panels:
+        axes.minorticks_off()
+        axes.legend(fontsize="small")

@@ -1,0 +1,78 @@
+"""What the lessons share: their form, its text, seeds, a small training, exponents."""
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """What was measured.
+
+    numbers: plain data (numbers, words, lists and dicts of them) by name.
+    tables: rows of cells, the first row the header.
+    claims: (whether the numbers bear it out, the claim in words).
+    """
+
+    numbers: dict
+    tables: list[list[list[str]]]
+    claims: list[tuple[bool, str]]
+
+    @property
+    def holds(self) -> bool:
+        return all(holds for holds, _ in self.claims)
+
+
+def as_text(lesson: Lesson) -> str:
+    """The tables, then a claim a line, behind "yes" or "NO"."""
+    claims = [f"{'yes' if holds else 'NO':3}  {words}" for holds, words in lesson.claims]
+    return "\n\n".join([*map(_align, lesson.tables), "\n".join(claims)])
+
+
+def _align(table: list[list[str]]) -> str:
+    """Columns two spaces apart, the first to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    lines = []
+    for first, *others in table:
+        cells = [first.ljust(widths[0]), *(cell.rjust(n) for cell, n in zip(others, widths[1:], strict=True))]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join([lines[0], "-" * max(map(len, lines)), *lines[1:]])
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Random numbers that begin with this seed inside, and go on outside as if nothing had been drawn."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        yield
+
+
+def train(parameters: Iterable[nn.Parameter], loss: Callable[[], Tensor], steps: int, lr: float = 1e-2):
+    """So many steps of Adam on what `loss()` gives, a new batch each."""
+    optimizer = torch.optim.Adam(parameters, lr, fused=True)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss().backward()
+        optimizer.step()
+
+
+def exponent(sizes: list[int], measured: list[float]) -> float:
+    """p of measured ~ size^p: the slope of a straight line through the logarithms, by least squares."""
+    x, y = ([math.log(value) for value in values] for values in (sizes, measured))
+    x_mean, y_mean = sum(x) / len(x), sum(y) / len(y)
+    covariance = sum((a - x_mean) * (b - y_mean) for a, b in zip(x, y, strict=True))
+    return covariance / sum((a - x_mean) ** 2 for a in x)
+
+
+def difference(a: Tensor, b: Tensor) -> float:
+    """The largest between two tensors of one shape."""
+    return (a - b).abs().max().item()
+
+
+def fixed(values: Iterable[float], digits: int = 3) -> str:
+    """Numbers in a row, for a cell."""
+    return " ".join(f"{value:z.{digits}f}" for value in values)

@@ -1,0 +1,123 @@
+"""The six steps of self-attention with every shape, for a small example or for a checkpoint."""
+
+import math
+
+import torch
+from einops import rearrange, repeat
+from torch import Tensor
+
+from insight.lessons.lesson import Lesson, difference, seeded
+from model import GPT, functional
+from model.attention import CausalMultiHeadAttention
+
+B, T = 2, 4
+EXAMPLE = {"vocab_size": 16, "d_model": 8, "n_layers": 1, "n_heads": 2, "d_ff": 16, "max_seq_len": T}
+TOLERANCE = 1e-5
+
+
+def lesson(model: GPT | None = None) -> Lesson:
+    """Of a model's first block; None: of the example's, with random weights."""
+    with seeded(0), torch.no_grad():
+        model = GPT(**EXAMPLE) if model is None else model
+        length = min(T, model.max_seq_len)
+        tokens = torch.randint(model.vocab_size, (B, length))
+        token_positions = torch.arange(length)
+        x = model.embedding(tokens)
+        if model.position_embedding is not None:
+            x = model.position_embedding(x, token_positions)
+        block = model.blocks[0]
+        x = block.attention_norm(x)
+        bias = None if model.alibi is None else model.alibi(token_positions, token_positions)
+        mask = functional.attention_mask(length, length, window=model.window)
+        steps = walk(block.attention, x, token_positions, mask, bias)
+        whole = block.attention(x, token_positions, mask, bias=bias)
+    a = block.attention
+    d_model, d_head = x.shape[-1], model.arguments["d_model"] // a.n_heads
+    named = {name: tensor for _, name, _, tensor in steps}
+    numbers = {
+        "shapes": {name: list(tensor.shape) for name, tensor in named.items()},
+        "d_model": d_model,
+        "n_heads": a.n_heads,
+        "n_kv_heads": a.n_kv_heads,
+        "d_head": d_head,
+        "difference": difference(named["output"], whole),
+        "row sums": difference(named["weights"].sum(-1), torch.ones(B, a.n_heads, length)),
+        "above the diagonal": named["weights"].triu(1).abs().max().item(),
+        "parameters": sum(w.weight.numel() for w in (a.wq, a.wk, a.wv, a.wo)),
+    }
+    header = ["step", "tensor", "axes", "shape"]
+    rows = [[step, name, axes, " x ".join(map(str, tensor.shape))] for step, name, axes, tensor in steps]
+    matrices = 2 * d_model * (a.n_heads + a.n_kv_heads) * d_head
+    claims = [
+        (
+            numbers["difference"] < TOLERANCE,
+            f"the six steps give what the model's own attention gives, to {TOLERANCE:.0e}",
+        ),
+        (
+            numbers["shapes"]["x"] == numbers["shapes"]["output"],
+            "what comes out has the shape of what came in: blocks can be stacked",
+        ),
+        (a.n_heads * d_head == d_model, f"{a.n_heads} heads of width {d_head} share the width {d_model}"),
+        (numbers["row sums"] < TOLERANCE, "the weights are square in T, one such square a head; each row sums to 1"),
+        (numbers["above the diagonal"] == 0, "and nothing stands above its diagonal"),
+        (
+            numbers["parameters"] == matrices,
+            f"no parameter has T in its shape: wq, wk, wv, wo hold {numbers['parameters']:,} numbers for any length",
+        ),
+    ]
+    if length == d_head:
+        q, k = named["q, in heads"], named["k, in heads"]
+        k = repeat(k, "b g k d -> b (g r) k d", r=a.n_heads // a.n_kv_heads)
+        numbers["forgotten transpose"] = difference(q @ k / math.sqrt(d_head), named["scores"])
+        claims.append(
+            (
+                numbers["forgotten transpose"] > 1e-3,
+                f"here T = d_head = {d_head}, so q k without the transpose runs, and is wrong: test with unlike sizes",
+            )
+        )
+    return Lesson(numbers, [[header, *rows]], claims)
+
+
+def walk(
+    attention: CausalMultiHeadAttention, x: Tensor, token_positions: Tensor, mask: Tensor, bias: Tensor | None
+) -> list[tuple[str, str, str, Tensor]]:
+    """Attention on x (b s d_model), step by step: (step, name, axes, tensor) of all that comes up on the way."""
+    a = attention
+    q, k, v = a.wq(x), a.wk(x), a.wv(x)
+    steps = [("input", "x", "b s d_model", x)]
+    steps += [("1 project", name, "b s (h d)", y) for name, y in (("q", q), ("k", k), ("v", v))]
+
+    q = rearrange(q, "b s (h d) -> b h s d", h=a.n_heads)
+    k, v = (rearrange(y, "b s (h d) -> b h s d", h=a.n_kv_heads) for y in (k, v))
+    if a.q_norm is not None:
+        q, k = a.q_norm(q), a.k_norm(k)
+    if a.rope is not None:
+        q, k = a.rope(q, token_positions), a.rope(k, token_positions)
+    steps += [("2 split", f"{name}, in heads", "b h s d", y) for name, y in (("q", q), ("k", k), ("v", v))]
+
+    k, v = (repeat(y, "b g k d -> b (g r) k d", r=a.n_heads // a.n_kv_heads) for y in (k, v))
+    scores = torch.einsum("b h q d, b h k d -> b h q k", q, k) / math.sqrt(q.shape[-1])
+    if a.soft_cap is not None:
+        scores = a.soft_cap * torch.tanh(scores / a.soft_cap)
+    if bias is not None:
+        scores = scores + bias
+    steps.append(("3 compare: q k^T / sqrt(d)", "scores", "b h q k", scores))
+
+    weights = functional.softmax(scores.masked_fill(~mask, -math.inf))
+    steps.append(("4 mask, softmax over k", "weights", "b h q k", weights))
+
+    y = torch.einsum("b h q k, b h k d -> b h q d", weights, v)
+    steps.append(("5 mix: weights v", "mixed", "b h q d", y))
+
+    steps.append(("6 join heads, project", "output", "b s d_model", a.wo(rearrange(y, "b h s d -> b s (h d)"))))
+    return steps
+
+
+def draw(numbers: dict, figure):
+    axes = figure.subplots()
+    shapes = numbers["shapes"]
+    axes.barh(list(shapes), [math.prod(shape) for shape in shapes.values()])
+    for i, shape in enumerate(shapes.values()):
+        axes.text(0, i, "  " + " x ".join(map(str, shape)), va="center", color="white")
+    axes.invert_yaxis()
+    axes.set(xlabel="numbers in the tensor")

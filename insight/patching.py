@@ -1,0 +1,203 @@
+"""What a part of the model causes: take its place, and see what becomes of the answer.
+
+A site is where one part hands something to the next. `edited` puts anything in its place; ablation puts nothing there,
+patching what was there for another prompt ("Investigating Gender Bias in Language Models Using Causal Mediation
+Analysis", 2020; "Locating and Editing Factual Associations in GPT", 2022).
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+from einops import rearrange
+from torch import Tensor
+
+from model import GPT
+
+Score = Callable[[Tensor], Tensor]  # logits (b vocab) -> (b,), in nats
+
+
+class Site(NamedTuple):
+    """Where something (b s d) is handed on.
+
+    | kind | what |
+    | --- | --- |
+    | embedding | what the tokens are looked up as, before positions are added |
+    | stream | what enters block `layer`; with layer = n_layers, what leaves the last |
+    | attention, feed_forward | what a branch of block `layer` adds to the stream |
+    | head | what head `head` of block `layer` hands to wo |
+    """
+
+    kind: str
+    layer: int = 0
+    head: int = 0
+
+    def __str__(self) -> str:
+        words = {"embedding": "embedding", "head": f"head {self.layer}.{self.head}"}
+        return words.get(self.kind, f"{self.kind.replace('_', '-')} {self.layer}")
+
+
+def heads(model: GPT) -> list[Site]:
+    return [Site("head", i, h) for i, block in enumerate(model.blocks) for h in range(block.attention.n_heads)]
+
+
+def branches(model: GPT) -> list[Site]:
+    return [Site(kind, i) for i in range(len(model.blocks)) for kind in ("attention", "feed_forward")]
+
+
+def everything(model: GPT) -> list[Site]:
+    """All that ever enters the stream, head by head: with these patched, nothing of the prompt itself is left."""
+    return [Site("embedding"), *heads(model), *(site for site in branches(model) if site.kind == "feed_forward")]
+
+
+@contextmanager
+def edited(model: GPT, edits: dict[Site, Callable[[Tensor], Tensor]]) -> Iterator[None]:
+    """Inside, each of these sites hands on what its function makes of what was there, (b s d) -> (b s d)."""
+    handles = []
+    try:
+        for site, edit in edits.items():
+            handles.append(_hook(model, site, edit))
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _hook(model: GPT, site: Site, edit: Callable[[Tensor], Tensor]):
+    kind, layer, head = site
+
+    def output(module, arguments, x):
+        return edit(x)
+
+    def first_argument(module, arguments):
+        return edit(arguments[0]), *arguments[1:]
+
+    def of_head(module, arguments):
+        x = rearrange(arguments[0], "b s (h d) -> h b s d", h=model.blocks[layer].attention.n_heads)
+        x = torch.stack([edit(one) if i == head else one for i, one in enumerate(x)])
+        return rearrange(x, "h b s d -> b s (h d)")
+
+    if kind == "embedding":
+        return model.embedding.register_forward_hook(output)
+    if kind == "stream":
+        if layer == len(model.blocks):
+            return model.blocks[-1].register_forward_hook(output)
+        return model.blocks[layer].register_forward_pre_hook(first_argument)
+    if kind == "head":
+        return model.blocks[layer].attention.wo.register_forward_pre_hook(of_head)
+    return getattr(model.blocks[layer], kind).register_forward_hook(output)
+
+
+@torch.no_grad()
+def record(model: GPT, tokens: Tensor, sites: Iterable[Site]) -> dict[Site, Tensor]:
+    """What each site hands on (b s d) while the model reads tokens (b s)."""
+    found = {}
+
+    def keep(site: Site):
+        def look(x: Tensor) -> Tensor:
+            found[site] = x.clone()
+            return x
+
+        return look
+
+    with edited(model, {site: keep(site) for site in sites}):
+        model(tokens)
+    return found
+
+
+# --- the answer -----------------------------------------------------------------------------------------------------
+
+
+def last_logits(model: GPT, tokens: Tensor) -> Tensor:
+    """tokens (b s) -> what the model says comes behind each row, (b vocab)."""
+    return model(tokens, at=torch.full((len(tokens),), tokens.shape[1] - 1, device=tokens.device))
+
+
+def score_of(answer: int, against: int | None = None) -> Score:
+    """How much the model is for an answer, in nats: log p(answer), or how far it lies before another token.
+
+    The latter, log p(answer) - log p(against), is the difference of the two logits: it moves only when one of these two
+    does, and not when a third takes probability from both.
+    """
+
+    def score(logits: Tensor) -> Tensor:
+        if against is not None:
+            return logits[:, answer] - logits[:, against]
+        return logits.log_softmax(-1)[:, answer]
+
+    return score
+
+
+# --- ablation -------------------------------------------------------------------------------------------------------
+
+ABLATIONS = {
+    "zero": torch.zeros_like,
+    "mean": lambda x: x.mean(1, keepdim=True).expand_as(x),  # of the prompt's own positions
+}
+
+
+@torch.no_grad()
+def ablate(model: GPT, tokens: Tensor, sites: Iterable[Site], how: str = "zero") -> Tensor:
+    """The logits (b vocab) behind tokens (b s) when the sites say "zero", or their own "mean" throughout."""
+    with edited(model, dict.fromkeys(sites, ABLATIONS[how])):
+        return last_logits(model, tokens)
+
+
+# --- patching -------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def patch(model: GPT, tokens: Tensor, source: dict[Site, Tensor], where: Tensor | None = None) -> Tensor:
+    """The logits (b vocab) behind tokens (b s) when the sites of `source` hand on what it holds, (1 s d) or (s d).
+
+    where (b s): True at the positions at which they do so; None: at all.
+    """
+
+    def put(there: Tensor):
+        def edit(x: Tensor) -> Tensor:
+            return there.expand_as(x) if where is None else torch.where(where.unsqueeze(-1), there, x)
+
+        return edit
+
+    with edited(model, {site: put(there) for site, there in source.items()}):
+        return last_logits(model, tokens)
+
+
+def patch_each_position(model: GPT, tokens: Tensor, source: dict[Site, Tensor], batch: int = 64) -> Tensor:
+    """As patch of one prompt (1 s), at one position at a time: the logits (s vocab), so many forwards side by side."""
+    s = tokens.shape[1]
+    alone = torch.eye(s, dtype=torch.bool, device=tokens.device).split(batch)
+    return torch.cat([patch(model, tokens.expand(len(where), s), source, where) for where in alone])
+
+
+def recovered(score: Tensor, clean: float, corrupted: float) -> Tensor:
+    """Which share of the way from the corrupted prompt's score back to the clean one's a patch has gone."""
+    return (score - corrupted) / (clean - corrupted)
+
+
+def rank_correlation(x: Sequence[float], y: Sequence[float]) -> float | None:
+    """Spearman's, with the mean rank for equal values; None where one of the two is the same throughout."""
+    ranks = torch.stack([_ranks(torch.tensor(values, dtype=torch.float64)) for values in (x, y)])
+    centred = ranks - ranks.mean(1, keepdim=True)
+    length = centred.norm(dim=1)
+    return None if (length == 0).any() else (centred[0] @ centred[1] / length.prod()).item()
+
+
+def _ranks(x: Tensor) -> Tensor:
+    return (x.unsqueeze(1) > x).sum(1) + 0.5 * (x.unsqueeze(1) == x).sum(1)
+
+
+# --- counterfactual swap --------------------------------------------------------------------------------------------
+
+
+def swaps(clean: Tensor, other: Tensor) -> tuple[list[int], Tensor]:
+    """Two prompts (1 s) -> the positions at which they differ, and prompts (n s) in which one of these is the other's.
+
+    ValueError if the prompts are of different length.
+    """
+    if clean.shape != other.shape:
+        raise ValueError(f"two prompts to swap must be of equal length, got {clean.shape[1]} and {other.shape[1]}")
+    where = torch.diag((clean != other)[0])
+    rows = where[where.any(1)]
+    return rows.int().argmax(1).tolist(), torch.where(rows, other, clean)

@@ -1,0 +1,192 @@
+"""Says what is wrong with a model, and where.  python -m scripts.doctor checkpoint=runs/NAME"""
+
+import json
+import math
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from hydra.core.hydra_config import HydraConfig
+from rich.progress import track
+from torch import Tensor
+
+from conf.entry import entry_point
+from conf.schema import Doctor
+from data.corpus import open_corpus
+from data.prepare import corpus_folder, prepare
+from data.tokenizer import Tokenizer, load_tokenizer
+from insight import doctor
+from insight.doctor import CHECKS, Finding, Patient, Result
+from model import GPT, generate
+from training import auto, checkpoint
+from training.optimizer import build_optimizer
+from training.step import compute_gradients, gradient_norm, update
+
+ROWS = 8  # of the batch that is looked at
+CHARACTERS = 2000  # of text that goes through the tokenizer and back
+ITS_OWN = ("checkpoint", "json", "device")  # what may be said besides a checkpoint
+
+
+@entry_point("doctor", Doctor)
+def main(cfg: Doctor):
+    if cfg.checkpoint is None:
+        patient = new_model(cfg)
+    else:
+        given = [override.lstrip("+~") for override in HydraConfig.get().overrides.task]
+        if unused := [override for override in given if override.split("=")[0].split("@")[0] not in ITS_OWN]:
+            raise ValueError(f"a checkpoint has settings of its own: {unused[0]} has no use beside {cfg.checkpoint}")
+        patient = trained_model(cfg.checkpoint, cfg.device)
+    if examine(patient, cfg.json):
+        sys.exit(1)
+
+
+def examine(patient: Patient, json_file: str | None = None) -> list[Finding]:
+    """Prints what each check finds, and writes it to a file."""
+    results = []
+    for result in doctor.run(patient):
+        results.append(result)
+        print(describe(result), flush=True)
+    findings = [finding for result in results for finding in result.findings]
+    made = sum(result.not_checked is None for result in results)
+    print(f"\n{len(findings) or 'no'} finding{'s' * (len(findings) != 1)} in {made} checks")
+    if json_file is not None:
+        checks = [asdict(result) | {"findings": len(result.findings)} for result in results]
+        content = {"findings": [as_json(finding) for finding in findings], "checks": checks}
+        Path(json_file).write_text(json.dumps(content, indent=2, ensure_ascii=False), encoding="utf-8")
+    return findings
+
+
+def new_model(cfg: Doctor) -> Patient:
+    """The model that train.py would begin with, and the first rows of its text."""
+    corpus = prepare(asdict(cfg.data), asdict(cfg.tokenizer))
+    corpus.check_length(cfg.seq_len)
+    torch.manual_seed(cfg.seed)
+    device = auto.choose_device(cfg.device)
+    model = GPT(corpus.tokenizer.vocab_size, **asdict(cfg.model)).to(device).eval()
+    print(f"model  new, {model.n_parameters():,} parameters, vocabulary {model.vocab_size:,}")
+    print(f"text   {corpus.folder}\n")
+    ids = torch.from_numpy(corpus.train.read(0, min(len(corpus.train), ROWS * cfg.seq_len + 1)).astype("int64"))
+    return Patient(
+        model,
+        *rows(ids.to(device), cfg.seq_len),
+        trained=False,
+        tokenizer=corpus.tokenizer,
+        text=corpus.tokenizer.decode(ids.tolist())[:CHARACTERS],
+        fingerprint=corpus.manifest["tokenizer"],
+        start_training=training_by(asdict(cfg.optimizer)),
+        progress=progress,
+    )
+
+
+def trained_model(path: str, device: str) -> Patient:
+    """A checkpoint's model and tokenizer, on held-out text where its corpus is here, else on text of its own."""
+    folder = checkpoint.find(path)
+    about, device = checkpoint.read_about(folder), auto.choose_device(device)
+    model, tokenizer = checkpoint.load_model(folder, device), load_tokenizer(folder / "tokenizer")
+    seq_len = min(about["seq_len"], model.max_seq_len)
+    text, ids, where = held_out_text(about, tokenizer)
+    if ids is None:
+        beginnings = [[tokenizer.end_of_text]] * ROWS
+        columns = list(generate(model, beginnings, seq_len, overflow="slide"))
+        ids = torch.stack([torch.tensor([tokenizer.end_of_text] * ROWS).to(device), *columns], dim=1).flatten()
+    settings = None
+    if (folder / "training.pt").exists():
+        checkpoint.check(folder)
+        settings = checkpoint.load_training(folder).get("config", {}).get("optimizer")
+    print(f"checkpoint  {folder}, {about['step']} steps")
+    print(f"text        {where}\n")
+    return Patient(
+        model,
+        *rows(ids.to(device), seq_len),
+        trained=about["step"] > 0 or "imported" in about,
+        tokenizer=tokenizer,
+        text=text,
+        fingerprint=about.get("tokenizer_hash"),
+        start_training=None if settings is None else training_by(settings),
+        progress=progress,
+    )
+
+
+def held_out_text(about: dict, tokenizer: Tokenizer) -> tuple[str | None, Tensor | None, str]:
+    """(text, its ids by the checkpoint's own tokenizer, where it is from); None for what is not here."""
+    if "data" not in about or "tokenizer" not in about:
+        return None, None, "written by the model: it names none"
+    try:
+        folder = corpus_folder(about["data"], about["tokenizer"], Path("corpora"))
+    except ValueError as error:
+        return None, None, f"written by the model: {error}"
+    if not folder.exists():
+        return None, None, f"written by the model: {folder} is not here, scripts.prepare makes it"
+    corpus = open_corpus(folder)
+    text = corpus.tokenizer.decode(corpus.validation.read(0, min(len(corpus.validation), 2**14)))
+    try:
+        ids = torch.from_numpy(tokenizer.encode(text).astype("int64"))
+    except ValueError as error:
+        return text[:CHARACTERS], None, f"written by the model: its tokenizer cannot read {folder}: {error}"
+    return text[:CHARACTERS], ids if len(ids) > 1 else None, f"held out in {folder}"
+
+
+def rows(ids: Tensor, seq_len: int) -> tuple[Tensor, Tensor]:
+    """tokens and targets (b seq_len), cut from ids in a row; one shorter row where they do not fill one."""
+    seq_len = min(seq_len, len(ids) - 1)
+    b = min(ROWS, (len(ids) - 1) // seq_len)
+    return ids[: b * seq_len].view(b, seq_len), ids[1 : b * seq_len + 1].view(b, seq_len)
+
+
+def training_by(settings: dict) -> Callable[[GPT], Callable[[Tensor, Tensor], float]]:
+    """start(model) -> step(tokens, targets) -> loss: training as train.py does it, at the peak of the rate.
+
+    `settings` is the group `optimizer`.
+    """
+
+    def start(model: GPT) -> Callable[[Tensor, Tensor], float]:
+        lr, clip = settings["lr"], settings["clip"]
+        others = {name: settings[name] for name in ("betas", "eps", "weight_decay")}
+        optimizer = build_optimizer(model, lr=lr, **others)
+        scaler = torch.amp.GradScaler(enabled=False)
+
+        def step(tokens: Tensor, targets: Tensor) -> float:
+            batch, count = {"tokens": tokens, "targets": targets}, targets.numel()
+            whole = {"micro_batch": len(tokens), "count": count, "autocast": nullcontext()}
+            loss = compute_gradients(model, scaler, batch, **whole)
+            update(optimizer, scaler, lr=lr, norm=gradient_norm(optimizer, scaler), clip=clip)
+            return loss.item() / count
+
+        return step
+
+    return start
+
+
+def progress(steps):
+    return track(steps, "  learning", transient=True, disable=not sys.stderr.isatty())
+
+
+def as_json(finding: Finding) -> dict:
+    """JSON has no NaN and no infinity: they become words."""
+    numbers = {name: getattr(finding, name) for name in ("value", "bound")}
+    words = {name: str(x) for name, x in numbers.items() if x is not None and not math.isfinite(x)}
+    return asdict(finding) | words
+
+
+def describe(result: Result) -> str:
+    """A line for a check, and a few for each finding."""
+    name = f"{result.check:<{max(map(len, CHECKS))}}"
+    if result.not_checked is not None:
+        return f"{name}  not checked: {result.not_checked}"
+    if not result.findings:
+        return f"{name}  ok"
+    lines = [f"{name}  {len(result.findings)} found"]
+    for finding in result.findings:
+        lines.append(f"  {finding.where}: {finding.what}")
+        if finding.value is not None:
+            bound = "" if finding.bound is None else f", allowed {finding.bound:.4g}"
+            lines.append(f"    measured {finding.value:.4g}{bound}")
+        lines.append(f"    {finding.do}")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()

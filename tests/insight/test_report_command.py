@@ -1,0 +1,172 @@
+"""python -m scripts.evaluate report=true, for checkpoints with every kind of tokenizer."""
+
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from conf.schema import Evaluate, Prepare
+from data.prepare import prepare
+from data.tokenizer import ByteTokenizer
+from insight import report
+from model import GPT
+from scripts import evaluate as script
+from training import checkpoint
+from training.evaluation import windows
+
+SMALL = ["samples=2", "sample_tokens=40", "ngram_order=3"]
+
+
+@pytest.fixture
+def trained(settings, tmp_path, llama_tokenizer):
+    """Makes a checkpoint, with random weights, that names a corpus of two files as its text."""
+    (tmp_path / "train.txt").write_text("".join(f"the {i} hats that eat {i} hats\n" for i in range(300)))
+    (tmp_path / "held.txt").write_text("".join(f"the {i} cats that eat {i} hats\n" for i in range(50)))
+    (tmp_path / "tokenizer.json").write_text(llama_tokenizer)
+
+    def make(*tokenizer: str) -> Path:
+        files = ["data=files", "data.paths=[train.txt,held.txt]", "data.validation=['*held.txt']"]
+        cfg = settings(*files, *tokenizer, config="prepare", kind=Prepare)
+        corpus = prepare(asdict(cfg.data), asdict(cfg.tokenizer))
+        model = GPT(corpus.tokenizer.vocab_size, d_model=16, n_layers=1, n_heads=2, d_ff=16, max_seq_len=32)
+        weights, about = checkpoint.snapshot(model)
+        about |= {"seq_len": 32, "step": 7, "precision": "fp32"}
+        about |= {"data": asdict(cfg.data), "tokenizer": asdict(cfg.tokenizer)}
+        folder = tmp_path / "runs" / "NAME" / "checkpoints" / "step_00000007"
+        checkpoint.save(folder, weights, corpus.tokenizer.save, about)
+        return folder
+
+    return make
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """Runs the command, here; gives what it prints."""
+
+    def command(*arguments: str) -> tuple[str, str]:
+        capsys.readouterr()
+        monkeypatch.setattr(sys, "argv", ["evaluate", *arguments])
+        script.main()
+        return capsys.readouterr()
+
+    return command
+
+
+@pytest.mark.parametrize(
+    "tokenizer",
+    [
+        ["tokenizer=bytes"],
+        ["tokenizer=chars"],
+        ["tokenizer=bpe", "tokenizer.vocab_size=300"],
+        ["tokenizer=json", "tokenizer.path=tokenizer.json", "tokenizer.beginning='<s>'", "tokenizer.special=['</s>']"],
+    ],
+)
+def test_the_report_knows_every_kind_of_tokenizer(trained, settings, tokenizer):
+    folder = trained(*tokenizer)
+    cfg = settings(f"checkpoint={folder}", "report=true", *SMALL, config="evaluate", kind=Evaluate)
+    made = checkpoint.load_model(folder)
+    known = script.load_tokenizer(folder / "tokenizer")
+    corpus = script.trained_on(folder, known)
+    figures = script.measure(cfg, made, known, corpus.validation, corpus.train, 32, 32, {"batch": 8})
+    json.dumps(figures, allow_nan=False)
+    assert figures["training_tokens"] == figures["ngram_tokens"] == len(corpus.train)
+    assert figures["tokens"] == len(corpus.validation) - 1
+    assert figures["bytes"] == known.token_lengths()[corpus.validation.read(1, figures["tokens"])].sum()
+    assert figures["loss"] > min(figures["ngram_losses"])  # the weights are random, the text is not
+    assert figures["by_document"]["documents"][0]["begins"].startswith("the 0 cats")
+    assert figures["copying"]["prompt_tokens"] == 16
+    assert figures["copying"]["held_out"]["shares"]["8"] > 0  # " that eat "
+    assert "eat" in figures["copying"]["held_out"]["longest"]["text"]
+
+
+def test_n_grams_take_no_more_than_they_are_told(trained, settings):
+    folder = trained("tokenizer=bytes")
+    cfg = settings(f"checkpoint={folder}", *SMALL, "ngram_tokens=100", config="evaluate", kind=Evaluate)
+    known = ByteTokenizer()
+    corpus = script.trained_on(folder, known)
+    figures = script.measure(
+        cfg, checkpoint.load_model(folder), known, corpus.validation, corpus.train, 32, 32, {"batch": 8}
+    )
+    assert (figures["ngram_tokens"], figures["training_tokens"]) == (100, len(corpus.train))
+    baseline = report.ngrams.fit(corpus.train.read(0, 100), 257, 3)
+    text = corpus.validation.read(0, len(corpus.validation)).astype(np.int64)
+    expected = -np.log(report.ngrams.probabilities(baseline, text))[:, 1:].mean(1)
+    np.testing.assert_allclose(figures["ngram_losses"], expected)
+    assert len(windows(len(text), 32, 32)) > 8  # it was read in pieces
+
+
+def test_the_command_prints_what_it_prints_without_and_writes_figures_and_a_picture_into_the_run(trained, run):
+    folder = trained("tokenizer=bytes")
+    arguments = [f"checkpoint={folder.parent.parent}"]
+    without, result = run(*arguments).out, run(*arguments, "report=true", *SMALL).out
+    assert len(without.splitlines()) == 6
+    assert result.startswith(without)
+    for section in ("for scale", "by position", "by frequency", "by document", "calibration", "copying"):
+        assert f"\n{section}" in result
+    place = folder.parent.parent / "report_step_00000007"
+    assert str(place.with_suffix(".json")) in result
+    figures = json.loads(place.with_suffix(".json").read_text())
+    assert f"loss           {figures['loss']:.4f} nats" in without
+    assert figures["step"] == 7
+    assert figures["training_tokens"] == len(Path("train.txt").read_text()) + 1  # end-of-text
+    assert place.with_suffix(".png").read_bytes()[:4] == b"\x89PNG"
+    assert str(place.with_suffix(".png")) in result
+    assert checkpoint.find(folder.parent.parent) == folder  # still whole
+
+
+def test_without_its_training_text_there_is_a_report_of_the_rest(trained, run, tmp_path):
+    folder = trained("tokenizer=bytes")
+    about = json.loads((folder / "model.json").read_text())
+    (tmp_path / "moved").mkdir()
+    moved = tmp_path / "moved" / "model"
+    weights = checkpoint.load_file(folder / "model.safetensors")
+    del about["data"], about["format"]
+    checkpoint.save(moved, weights, ByteTokenizer().save, about)
+    arguments = [f"checkpoint={moved}", "report=true", "data=files", "data.paths=[held.txt]"]
+    result = run(*arguments, "plot=null", "json=figures.json")
+    assert "without its training text there are no n-grams, frequencies and copies" in result.err
+    assert "by position" in result.out and "copying" not in result.out
+    figures = json.loads(Path("figures.json").read_text())
+    assert "copying" not in figures and "by_frequency" not in figures and figures["ngram_losses"] == []
+    assert not list(Path().glob("*.png"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["json=a.json"], "json is of the report, got a.json: give report=true, too"),
+        (["report=true", "plot=''"], "plot must be a file, auto or null, got an empty text"),
+        (["report=true", "json=nowhere/a.json"], "nowhere/a.json cannot be written: give json=FILE"),
+        (["report=true", "plot=runs"], "runs cannot be written: give plot=FILE"),
+    ],
+)
+def test_what_cannot_be_written_is_refused_before_any_work(trained, settings, arguments, message):
+    folder = trained("tokenizer=bytes")
+    with pytest.raises(ValueError, match=message):
+        cfg = settings(f"checkpoint={folder}", *arguments, config="evaluate", kind=Evaluate)
+        for kind in ("json", "plot"):
+            script.output(cfg, kind, folder)
+
+
+def test_files_of_the_report_lie_in_the_run_or_else_where_one_is(trained, settings):
+    folder = trained("tokenizer=bytes")
+    cfg = settings(f"checkpoint={folder}", "report=true", "plot=null", config="evaluate", kind=Evaluate)
+    assert script.output(cfg, "json", folder) == folder.parent.parent / "report_step_00000007.json"
+    assert script.output(cfg, "plot", folder) is None
+    elsewhere = folder.rename(Path("moved").absolute())
+    assert script.output(cfg, "json", elsewhere) == Path("report_moved.json")
+
+
+def test_a_picture_without_matplotlib_is_named_or_left_out(trained, settings, monkeypatch, capsys):
+    folder = trained("tokenizer=bytes")
+    monkeypatch.setattr(script.importlib.util, "find_spec", lambda name: None)
+    arguments = f"checkpoint={folder}", "report=true"
+    cfg = settings(*arguments, config="evaluate", kind=Evaluate)
+    assert script.output(cfg, "plot", folder) is None
+    assert "needs matplotlib" in capsys.readouterr().err
+    cfg = settings(*arguments, "plot=a.png", config="evaluate", kind=Evaluate)
+    with pytest.raises(ValueError, match="needs matplotlib"):
+        script.output(cfg, "plot", folder)
