@@ -143,16 +143,15 @@ def training_by(settings: dict) -> Callable[[GPT], Callable[[Tensor, Tensor], fl
     """
 
     def start(model: GPT) -> Callable[[Tensor, Tensor], float]:
-        lr, clip = settings["lr"], settings["clip"]
-        others = {name: settings[name] for name in ("betas", "eps", "weight_decay")}
-        optimizer = build_optimizer(model, lr=lr, **others)
+        others = {name: value for name, value in settings.items() if name != "clip"}
+        optimizer = build_optimizer(model, **others)
         scaler = torch.amp.GradScaler(enabled=False)
 
         def step(tokens: Tensor, targets: Tensor) -> float:
             batch, count = {"tokens": tokens, "targets": targets}, targets.numel()
             whole = {"micro_batch": len(tokens), "count": count, "autocast": nullcontext()}
             loss = compute_gradients(model, scaler, batch, **whole)
-            update(optimizer, scaler, lr=lr, norm=gradient_norm(optimizer, scaler), clip=clip)
+            update(optimizer, scaler, factor=1.0, norm=gradient_norm(optimizer, scaler), clip=settings["clip"])
             return loss.item() / count
 
         return step

@@ -24,7 +24,8 @@ from training import checkpoint
 
 TEXT = "In the beginning there was a small model, and it read what it was given, one letter after the other. " * 4
 CHARACTERS = CharacterTokenizer(TEXT)
-ADAMW = {"lr": 3e-3, "betas": [0.9, 0.99], "eps": 1e-8, "weight_decay": 0.1, "clip": 1.0}
+RATES = dict.fromkeys(("lr", "lr_embedding", "lr_head", "lr_gain"), 3e-3)
+ADAMW = {"name": "adamw", **RATES, "betas": [0.9, 0.99], "eps": 1e-8, "weight_decay": 0.1, "clip": 1.0}
 
 
 def new_model(vocab_size=CHARACTERS.vocab_size, seed=0, **arguments) -> GPT:
@@ -195,7 +196,7 @@ def table_follows_the_model(monkeypatch) -> Patient:
 
 
 def rate(factor):
-    return lambda monkeypatch: patient_of(new_model(), optimizer=ADAMW | {"lr": factor * ADAMW["lr"]})
+    return lambda monkeypatch: patient_of(new_model(), optimizer=ADAMW | {name: factor * lr for name, lr in RATES.items()})
 
 
 def another_optimizer(optimizer_of):
