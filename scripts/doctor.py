@@ -143,7 +143,8 @@ def training_by(settings: dict) -> Callable[[GPT], Callable[[Tensor, Tensor], fl
     """
 
     def start(model: GPT) -> Callable[[Tensor, Tensor], float]:
-        others = {name: value for name, value in settings.items() if name != "clip"}
+        others = dict.fromkeys(("lr_embedding", "lr_head", "lr_gain"), settings["lr"])  # where only lr was known
+        others |= {name: value for name, value in settings.items() if name != "clip"}
         optimizer = build_optimizer(model, **others)
         scaler = torch.amp.GradScaler(enabled=False)
 

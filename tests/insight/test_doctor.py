@@ -196,7 +196,9 @@ def table_follows_the_model(monkeypatch) -> Patient:
 
 
 def rate(factor):
-    return lambda monkeypatch: patient_of(new_model(), optimizer=ADAMW | {name: factor * lr for name, lr in RATES.items()})
+    return lambda monkeypatch: patient_of(
+        new_model(), optimizer=ADAMW | {name: factor * lr for name, lr in RATES.items()}
+    )
 
 
 def another_optimizer(optimizer_of):
