@@ -111,6 +111,7 @@ def _top_left(model: GPT, tokens: Tensor) -> Tensor:
 
 def draw(numbers: dict, figure):
     axes = figure.subplots()
-    axes.barh(list(numbers["ways"]), list(numbers["ways"].values()))
+    bars = axes.barh(list(numbers["ways"]), list(numbers["ways"].values()))
+    axes.bar_label(bars, fmt="%.2f", padding=3)
     axes.invert_yaxis()
     axes.set(xlabel="largest difference in a logit from one forward of all tokens")

@@ -12,7 +12,7 @@ from model.attention import written_attention
 LENGTH = 5  # of the triangle
 N, CHOICES = 12, 3  # tokens of a small language, and how many may follow
 SHAPE = {"d_model": 32, "n_layers": 1, "n_heads": 2, "d_ff": 64}
-T, ROWS, STEPS = 32, 16, 200
+T, ROWS, STEPS = 32, 16, 120
 
 
 def lesson(seed: int = 0) -> Lesson:

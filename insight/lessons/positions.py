@@ -168,8 +168,8 @@ def _loss_by_position(scheme: str, seed: int) -> list[float]:
 def draw(numbers: dict, figure):
     axes = figure.subplots()
     for scheme, loss in numbers["loss"].items():
-        axes.plot(range(1, REACH + 1), loss, label=scheme)
+        axes.plot(range(2, REACH + 1), loss[1:], label=scheme)  # the first token tells nothing
     axes.axvline(TRAINED, color="grey", linestyle=":", label="trained up to here")
     axes.axhline(math.log(N), color="grey", linestyle="--", linewidth=1, label="guessing")
     axes.set(xlabel="position", ylabel="loss, nats per token")
-    axes.legend()
+    figure.legend(loc="outside right upper")

@@ -80,4 +80,6 @@ def draw(numbers: dict, figure):
         axes.set_xticks(numbers["d_k"], numbers["d_k"])
         axes.minorticks_off()
     panels[0].set_yscale("log")
+    for axes in panels[1:]:
+        axes.set_ylim(bottom=0)
     panels[0].legend()

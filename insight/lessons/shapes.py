@@ -114,10 +114,22 @@ def walk(
 
 
 def draw(numbers: dict, figure):
-    axes = figure.subplots()
-    shapes = numbers["shapes"]
-    axes.barh(list(shapes), [math.prod(shape) for shape in shapes.values()])
-    for i, shape in enumerate(shapes.values()):
-        axes.text(0, i, "  " + " x ".join(map(str, shape)), va="center", color="white")
-    axes.invert_yaxis()
-    axes.set(xlabel="numbers in the tensor")
+    """Each tensor as the rectangle of its last two axes, copies behind it for the others."""
+    from matplotlib.patches import Rectangle
+
+    panels = figure.subplots(2, 6).flatten()
+    for axes in panels:
+        axes.set_axis_off()
+    # in logarithms: the sizes of a real model differ too much for a page
+    sizes = {name: [math.log2(1 + n) for n in shape[-2:]] for name, shape in numbers["shapes"].items()}
+    highest, widest = (1 + max(both) for both in zip(*sizes.values(), strict=True))
+    for axes, (name, (height, width)) in zip(panels, sizes.items(), strict=False):
+        shape = numbers["shapes"][name]
+        for copy in reversed(range(min(4, math.prod(shape[:-2])))):
+            corner = (0.2 * copy, 0.2 * copy)
+            axes.add_patch(Rectangle(corner, width, height, facecolor="#cfe0f3", edgecolor="#1f4e79"))
+        axes.set(xlim=(-0.1, widest), ylim=(-0.1, highest), aspect="equal")
+        axes.set_title(f"{name}\n{' x '.join(map(str, shape))}", fontsize=9)
+    figure.suptitle(
+        "the last two axes of each tensor, in logarithms; a copy behind for each of the others, four at most"
+    )
