@@ -24,7 +24,7 @@ LISTED = 40  # documents: the hardest and the easiest, half each
 ENOUGH = 64  # tokens of a document whose loss is ranked, if there are any so long: of fewer it is chance
 WORDS = 24  # tokens that a document is known by
 SCAN = 2**22  # tokens looked at at once
-LOGITS = 2**28  # of one forward, at most: a gigabyte
+LOGITS = 2**27  # of one forward, at most: half a gigabyte
 
 
 # --- what the model says of each token ------------------------------------------------------------------------------

@@ -140,6 +140,7 @@ def test_without_its_training_text_there_is_a_report_of_the_rest(trained, run, t
         (["json=a.json"], "json is of the report, got a.json: give report=true, too"),
         (["report=true", "plot=''"], "plot must be a file, auto or null, got an empty text"),
         (["report=true", "json=nowhere/a.json"], "nowhere/a.json cannot be written: give json=FILE"),
+        (["report=true", "json=train.txt/a.json"], "train.txt/a.json cannot be written"),
         (["report=true", "plot=runs"], "runs cannot be written: give plot=FILE"),
     ],
 )
