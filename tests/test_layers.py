@@ -12,7 +12,7 @@ ALLOWED = {
     "conf": {"conf"},
     "training": {"training", "model"},
     "insight": {"insight", "model"},
-    "scripts": {"model", "data", "conf", "training", "insight"},
+    "scripts": {"scripts", "model", "data", "conf", "training", "insight"},
 }
 LAZY = {"wandb", "datasets", "rustbpe", "transformers", "tiktoken", "captum"}  # imported where used, or not at all
 

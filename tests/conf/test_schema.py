@@ -28,6 +28,7 @@ NEEDS = {
     "data=hub": ["data.repo=owner/name"],
     "data=mixture": ["data.corpora={corpora/a: 0.5, corpora/b: 0.5}"],
     "tokenizer=json": ["tokenizer.path=tokenizer.json"],
+    "experiment=tinyshakespeare": ["data.paths=[tinyshakespeare.txt]"],
     "tokenizer=saved": ["tokenizer.path=corpora/a/tokenizer"],
 }
 

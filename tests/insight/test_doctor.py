@@ -327,7 +327,7 @@ FAULTS = {
         "token positions",
         "blocks.0.attention.rope",
         "off by +1 in a prompt read into a cache",
-        edited(GPT, "read", "if slots is None else slots", "if slots is None else slots + 1"),
+        edited(GPT, "hidden", "if slots is None else slots", "if slots is None else slots + 1"),
     ),
     "positions from one": (
         "token positions",
@@ -335,7 +335,7 @@ FAULTS = {
         "off by +1 in one forward",
         edited(
             GPT,
-            "read",
+            "hidden",
             "torch.arange(s, device=tokens.device)",
             "torch.arange(1, s + 1, device=tokens.device)",
             positions="learned",
@@ -361,7 +361,7 @@ FAULTS = {
         "one place further",
         edited(
             RotaryPositionalEmbedding,
-            "forward",
+            "angles",
             "_look_up(self.cos, token_positions), _look_up(self.sin, token_positions)",
             "_look_up(self.cos, token_positions + 1), _look_up(self.sin, token_positions + 1)",
         ),
@@ -512,7 +512,7 @@ FAULTS = {
         "initial scale",
         "blocks.1.feed_forward.down",
         "branches add up",
-        edited(GPT, "initialise", "std=std / math.sqrt(2 * len(self.blocks))", "std=std"),
+        edited(GPT, "initialise", "std / math.sqrt(2 * len(self.blocks))", "std"),
     ),
     "a NaN in one weight": (
         "finite weights",
@@ -539,7 +539,7 @@ FAULTS = {
         "padded ids",
         "head",
         "logits for",
-        edited(GPT, "read", "[..., : self.vocab_size]", "", vocab_multiple=32),
+        edited(GPT, "logits", "[..., : self.vocab_size]", "", vocab_multiple=32),
     ),
     "padded ids where the model writes": (
         "padded ids",
@@ -663,7 +663,13 @@ def test_the_settings_of_a_run_are_examined_and_a_healthy_one_ends_with_0(monkey
 
 
 def test_a_finding_ends_with_1_and_says_what_where_how_much_and_what_to_do(monkeypatch, capsys, tmp_path):
-    arguments = ["experiment=smoke", "model.positions=alibi", "optimizer.lr=1.0", "json=findings.json"]
+    arguments = [
+        "experiment=smoke",
+        "model.positions=alibi",
+        "optimizer=adamw",
+        "optimizer.lr=1.0",
+        "json=findings.json",
+    ]
     assert main(monkeypatch, *arguments) == 1
     out = capsys.readouterr().out
     (finding,) = json.loads((tmp_path / "findings.json").read_text())["findings"]

@@ -155,7 +155,8 @@ def test_the_report_answers_will_it_fit_how_long_how_much(settings):
 def what_fits(settings, room: float, *overrides: str) -> dict[str, str] | None:
     """What the report proposes for a GPU with so many GiB to spare; None if the run fits as it is."""
     memory = f"device_spec.memory={room * estimate.GIB + estimate.RESERVED}"
-    cfg = settings("batch_tokens=8192", "model.d_model=512", "model.d_ff=1408", memory, *overrides)
+    shape = ["model.d_model=512", "model.d_ff=1408", "model.n_layers=4", "optimizer=adamw"]
+    cfg = settings("batch_tokens=8192", *shape, memory, *overrides)
     lines = estimate.report(asdict(cfg), 2048, "").splitlines()
     if any(line.split()[:1] == ["fits"] for line in lines):
         return None
