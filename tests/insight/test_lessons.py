@@ -216,11 +216,15 @@ def no_bias(self, q_positions, k_positions):
     return torch.zeros(len(self.slopes), q_positions.shape[-1], k_positions.shape[-1])
 
 
+def next_but_one(self, s):
+    return self.lengths.unsqueeze(1) + 1 + torch.arange(s)
+
+
 def all_at_once(x, w, u):
     return x.cumsum(0) @ w
 
 
-QUICK = {"insight.lessons.mask.STEPS": 0}
+QUICK = {"insight.lessons.mask.STEPS": 0, "insight.lessons.mask.T": 8}
 UNTRAINED = {"insight.lessons.heads.MATCHING_STEPS": 0, "insight.lessons.heads.TWO_STEPS": 0}
 UNLEARNED = {"insight.lessons.positions.STEPS": 0}
 SHORT = {"insight.lessons.cost.LENGTHS": [64, 128, 256], "insight.lessons.cost.BEHIND": [16, 32]}
@@ -237,7 +241,7 @@ FAULTS = [
     (
         "retrieval",
         {"model.functional.scaled_dot_product_attention": lambda q, k, v: (SCALED(q, k, v)[0] * 2, SCALED(q, k, v)[1])},
-        ["convex", "so it lies between"],
+        ["what is read is a convex", "so it lies between"],
     ),
     (
         "retrieval",
@@ -246,7 +250,7 @@ FAULTS = [
     ),
     (
         "retrieval",
-        {"model.functional.scaled_dot_product_attention": lambda q, k, v: SCALED(q, k * v, v)},
+        {"model.functional.scaled_dot_product_attention": lambda q, k, v: SCALED(q, k * v / 1000, v)},
         ["Q and K match"],
     ),
     ("scaling", {"torch.randn": lambda *shape: 2 * RANDOM(*shape)}, ["the variance", "divided by sqrt"]),
@@ -256,14 +260,15 @@ FAULTS = [
     ("mask", {"model.functional.causal_mask": sees_one_too_far, **QUICK}, ["query i sees", "causal & padding"]),
     ("mask", {"model.attention.fused_attention": mask._see_everything, **QUICK}, ["one forward"]),
     ("mask", {"model.functional.padding_mask": hides_nothing, **QUICK}, ["causal & padding", "a padded row"]),
-    ("mask", {"model.functional.softmax": shifted_only, **QUICK}, ["the row of every", "a query that sees nothing"]),
+    ("mask", {"model.functional.softmax": shifted_only, **QUICK}, ["a query that sees nothing"]),
+    ("mask", {"model.functional.softmax": lambda x: SOFTMAX(x) / 2, **QUICK}, ["the row of every"]),
     ("mask", QUICK, ["trained without", "its text is bad", "with the mask, what"]),
     ("heads", UNTRAINED, ["too narrow", "where two", "they specialise"]),
     ("heads", {"model.attention.fused_attention": sees_nothing, **UNTRAINED}, ["one matrix for"]),
     ("heads", {"insight.lessons.heads.CausalMultiHeadAttention": always_two, **UNTRAINED}, ["but each is narrower"]),
     ("positions", {"model.positions.rotate": untouched, **UNLEARNED}, ["RoPE and ALiBi score", "within the 16"]),
     ("positions", {"model.positions.ALiBi.forward": no_bias, **UNLEARNED}, ["with any of the four"]),
-    ("cache", {"model.cache.KVCache.next_slots": lambda self, s: self.lengths.unsqueeze(1) + 1}, ["fed one by one"]),
+    ("cache", {"model.cache.KVCache.next_slots": next_but_one}, ["fed one by one"]),
     ("cache", {"model.positions.rotate": untouched}, ["RoPE sees distances"]),
     (
         "cost",
