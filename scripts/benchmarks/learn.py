@@ -26,8 +26,6 @@ from training.evaluation import evaluate
 # What nanoGPT's README recommends for a CPU; the number of iterations is filled in so that its time is used up
 NANOGPT = {"batch_size": 12, "block_size": 64, "n_layer": 4, "n_head": 4, "n_embd": 128, "dropout": 0.0}
 NANOGPT |= {"eval_iters": 20, "log_interval": 10, "compile": False, "device": "cpu", "dtype": "float32"}
-
-
 COLORS = {"inkling": "tab:blue", "nanoGPT": "tab:orange"}
 
 

@@ -28,6 +28,8 @@ RATES = dict.fromkeys(("lr", "lr_embedding", "lr_head", "lr_gain"), 1e-3)
 
 
 class Shape:
+    """The shape of all contestants' models, and the batch that they learn, on its device."""
+
     def __init__(
         self, device: str, d_model: int, n_layers: int, n_heads: int, vocabulary: int, rows: int, seq_len: int
     ):
@@ -88,7 +90,7 @@ def training(shape: str, changes: dict, rounds: int, seconds: float, device: str
     return results
 
 
-def contestants(s: Shape, peer: Path | None, kernels: bool = True):
+def contestants(s: Shape, peer: Path | None):
     """Name and step of each, one after the other: what one needs is built in its first step."""
     if peer is not None:
         yield "nanoGPT, as it runs", nanogpt(s, peer)
@@ -96,7 +98,7 @@ def contestants(s: Shape, peer: Path | None, kernels: bool = True):
         for how in ("eager", "compiled"):
             yield f"Hugging Face, {precision}, {how}", hugging_face(s, precision, how == "compiled")
             yield f"inkling, {precision}, {how}", inkling(s, precision, how)
-    if s.device.type == "cpu" and kernels:
+    if s.device.type == "cpu":
         yield "inkling, fp32, kernels", inkling(s, "fp32", "kernels")
 
 
