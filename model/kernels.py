@@ -139,27 +139,38 @@ def rms_norm(x: Tensor, gain: Tensor, eps: float = 1e-6) -> Tensor:
     return norm_rotate(x.unsqueeze(-2), gain, eps).squeeze(-2)
 
 
-class _SiluTimes(Function):
+def _silu_times(gate: Tensor, up: Tensor) -> Tensor:
+    y = torch.empty_like(gate)
+    torch.ops.inkling.silu_times(gate, up, y)
+    return y
+
+
+class _GatedLinear(Function):
     @staticmethod
-    def forward(ctx, gate: Tensor, up: Tensor) -> Tensor:
+    def forward(ctx, gate: Tensor, up: Tensor, weight: Tensor) -> Tensor:
         gate, up = gate.contiguous(), up.contiguous()
-        ctx.save_for_backward(gate, up)
-        y = torch.empty_like(gate)
-        torch.ops.inkling.silu_times(gate, up, y)
-        return y
+        ctx.save_for_backward(gate, up, weight)
+        rows = _silu_times(gate, up).view(-1, gate.shape[-1])
+        return multiply(rows, weight.t()).view(*gate.shape[:-1], len(weight))
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy: Tensor):
-        gate, up = ctx.saved_tensors
-        dgate, dup = torch.empty_like(gate), torch.empty_like(up)
-        torch.ops.inkling.silu_times_backward(dy.contiguous(), gate, up, dgate, dup)
-        return dgate, dup
+        gate, up, weight = ctx.saved_tensors
+        dy = dy.reshape(-1, len(weight))
+        rows = _silu_times(gate, up).view(-1, gate.shape[-1])
+        dweight = multiply(dy.t(), rows) if ctx.needs_input_grad[2] else None
+        dgate, dup = multiply(dy, weight).view(gate.shape), rows.view(gate.shape)
+        torch.ops.inkling.silu_times_backward(dgate, gate, up, dgate, dup)  # into what is not needed any more
+        return dgate, dup, dweight
 
 
-def silu_times(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) * up."""
-    return _SiluTimes.apply(gate, up)
+def gated_linear(gate: Tensor, up: Tensor, weight: Tensor) -> Tensor:
+    """silu(gate) * up (... d_in), times the weight (d_out d_in) transposed -> (... d_out).
+
+    The product that the weight meets is not held for the backward pass, which computes it again.
+    """
+    return _GatedLinear.apply(gate, up, weight)
 
 
 class _HeadLoss(Function):
@@ -233,9 +244,10 @@ class KernelRMSNorm(RMSNorm):
 
 class KernelSwiGLU(SwiGLU):
     def forward(self, x: Tensor) -> Tensor:
-        if not (_are_linear(self.gate, self.up) and covers(x, self.gate.weight, self.up.weight)):
+        projections = (self.gate, self.up, self.down)
+        if not (_are_linear(*projections) and covers(x, *(projection.weight for projection in projections))):
             return super().forward(x)
-        return self.down(silu_times(*linear(x, self.gate.weight, self.up.weight)))
+        return gated_linear(*linear(x, self.gate.weight, self.up.weight), self.down.weight)
 
 
 class KernelAttention(CausalMultiHeadAttention):

@@ -147,19 +147,20 @@ def test_norms_and_gates(shape):
         torch.randn(shape),
         torch.randn(shape[-1]),
     )
-    gate, up = 10 * torch.randn(shape), torch.randn(shape)
-    same(kernels.silu_times, lambda gate, up: silu(gate) * up, gate, up)
+    gate, up, down = 10 * torch.randn(shape), torch.randn(shape), torch.randn(11, shape[-1])
+    same(kernels.gated_linear, lambda gate, up, w: (silu(gate) * up) @ w.t(), gate, up, down)
     same(
-        lambda g, u: kernels.silu_times(g.t(), u.t()),
-        lambda g, u: (silu(g) * u).t(),
+        lambda g, u, w: kernels.gated_linear(g.t(), u.t(), w),
+        lambda g, u, w: (silu(g) * u).t() @ w.t(),
         torch.randn(5, 9),
         torch.randn(5, 9),
+        torch.randn(2, 5),
     )
 
 
 def test_gates_that_are_far_open_or_shut():
     gate = torch.tensor([-1e4, -200.0, -88.0, 88.0, 200.0, 1e4, torch.nan])
-    y = kernels.silu_times(gate, torch.ones(7))
+    y = kernels.gated_linear(gate.unsqueeze(1), torch.ones(7, 1), torch.ones(1, 1)).squeeze(1)
     torch.testing.assert_close(y, silu(gate), rtol=1e-5, atol=1e-30, equal_nan=True)
 
 
@@ -205,7 +206,7 @@ def test_threads_change_nothing():
         heads = y.view(7, 43, 5, 26).transpose(1, 2)
         y = kernels.attention(heads, heads, heads).transpose(1, 2).reshape(301, 130)
         loss, _ = kernels.head_cross_entropy(
-            kernels.silu_times(y, kernels.linear(y, w[:26].t() @ w[:26])[0]), leaves[1], targets
+            kernels.gated_linear(y, kernels.linear(y, w[:26].t() @ w[:26])[0], w[:26].t() @ w[:26]), leaves[1], targets
         )
         return [loss, *torch.autograd.grad(loss, leaves)]
 
@@ -309,14 +310,14 @@ def test_a_model_learns_by_kernels_what_it_learns_without(arguments, small):
 def test_every_layer_calls_the_kernels(small, monkeypatch):
     _, fast = pair(small, qk_norm=True)
     called = []
-    for name in ("linear", "attention", "norm_rotate", "silu_times", "head_cross_entropy"):
+    for name in ("linear", "attention", "norm_rotate", "gated_linear", "head_cross_entropy"):
         function = getattr(kernels, name)
         monkeypatch.setattr(kernels, name, lambda *x, f=function, name=name, **y: called.append(name) or f(*x, **y))
     tokens = torch.randint(17, (4, 30))
     with FlopCounterMode(display=False) as counter:
         gradients(fast, tokens=tokens, targets=tokens)
     assert counter.get_total_flops() == 0  # no product is left to torch
-    counts = {"linear": 8, "attention": 2, "norm_rotate": 9, "silu_times": 2, "head_cross_entropy": 1}
+    counts = {"linear": 6, "attention": 2, "norm_rotate": 9, "gated_linear": 2, "head_cross_entropy": 1}
     assert {name: called.count(name) for name in counts} == counts
 
 
