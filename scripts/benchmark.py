@@ -1,4 +1,7 @@
-"""How fast the parts are, beside others in the same run.  python -m scripts.benchmark train (learn, generate, data)"""
+"""How fast the parts are, beside others in the same run.  python -m scripts.benchmark train
+
+Or length, learn, generate, data.
+"""
 
 import argparse
 import json
@@ -11,7 +14,7 @@ import torch
 from scripts.benchmarks.data import data
 from scripts.benchmarks.generate import generation
 from scripts.benchmarks.learn import learning
-from scripts.benchmarks.train import SHAPES, training
+from scripts.benchmarks.train import SHAPES, lengths, training
 
 
 def main():
@@ -26,10 +29,14 @@ def main():
         return one
 
     train = command("train", "tokens per second and memory of a training step", rounds=5)
-    train.add_argument("--shape", choices=SHAPES, default="small")
     for name in ("d_model", "n_layers", "n_heads", "vocabulary", "rows", "seq_len"):
         train.add_argument(f"--{name.replace('_', '-')}", type=int, help="in place of the shape's")
-    train.add_argument("--seconds", type=float, default=2.0, help="of each measurement")
+
+    length = command("length", "the cost of a training step as rows grow longer, at equal tokens", rounds=5)
+    length.add_argument("--seq-lens", type=int, nargs="+", default=[128, 256, 512, 1024])
+    for one in (train, length):
+        one.add_argument("--shape", choices=SHAPES, default="small")
+        one.add_argument("--seconds", type=float, default=2.0, help="of each measurement")
 
     learn = command("learn", "bits per byte of held-out text after so many seconds", rounds=None)
     learn.add_argument("--seconds", type=float, default=300.0)
@@ -47,14 +54,14 @@ def main():
     of_data.add_argument("--source", default="shakespeare", help="a choice of the group data, see conf/data")
     of_data.add_argument("--megabytes", type=int, default=100, help="of text")
 
-    for one in (train, generate):
+    for one in (train, length, generate):
         one.add_argument("--threads", type=int, default=torch.get_num_threads(), help="of the CPU")
         one.add_argument("--device", default="cpu", help="cpu or cuda")
     for one, whose in ((train, "nanoGPT"), (learn, "nanoGPT"), (generate, "llama2.c")):
         one.add_argument("--peer", type=Path, help=f"a checkout of {whose} to race against")
 
     a = parser.parse_args()
-    if a.what in ("train", "generate"):
+    if a.what in ("train", "length", "generate"):
         torch.set_num_threads(a.threads)
     if getattr(a, "peer", None) is not None and not a.peer.is_dir():
         sys.exit(f"error: --peer must be a folder with a checkout, got {a.peer}")
@@ -62,6 +69,8 @@ def main():
         results = data(a.source, a.megabytes, a.rounds)
     elif a.what == "generate":
         results = generation(a.new_tokens, a.batch, a.far, a.rounds, a.threads, a.device, a.peer)
+    elif a.what == "length":
+        results = lengths(a.shape, a.seq_lens, a.rounds, a.seconds, a.device)
     elif a.what == "learn":
         results = learning(a.seconds, a.seeds, a.source, a.peer, a.overrides, a.picture)
     else:

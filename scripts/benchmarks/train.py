@@ -56,18 +56,8 @@ def training(shape: str, changes: dict, rounds: int, seconds: float, device: str
             continue
         print(f"  {name:<28} first step {time.perf_counter() - began:.1f} s", file=sys.stderr)
 
-    def speed(step: Callable) -> Callable[[], float]:
-        def measure() -> float:
-            done, began = 0, time.perf_counter()
-            while time.perf_counter() - began < seconds:
-                step()
-                synchronise(device)
-                done += 1
-            return done * s.rows * s.seq_len / (time.perf_counter() - began)
-
-        return measure
-
-    found = alternate(rounds, **{name: speed(step) for name, step in steps.items()})
+    took = alternate(rounds, **{name: milliseconds(step, seconds, device) for name, step in steps.items()})
+    found = {name: [1000 * s.rows * s.seq_len / value for value in values] for name, values in took.items()}
     title = f"training, {shape}: d_model {s.d_model}, {s.n_layers} layers, {s.rows} x {s.seq_len} tokens, {device}"
     first = next(iter(found))
     results = [table(title, "tokens/s", found, first)]
@@ -88,6 +78,36 @@ def training(shape: str, changes: dict, rounds: int, seconds: float, device: str
     memory = {name: [peak_memory(step, device) / 2**20] for name, step in steps.items()}
     results.append(table("peak memory of a step, beside weights and optimizer", "MiB", memory, first))
     return results
+
+
+def lengths(shape: str, seq_lens: list[int], rounds: int, seconds: float, device: str) -> list[dict]:
+    """Our step as rows grow longer and fewer, so that there are as many tokens in each."""
+    torch.manual_seed(0)
+    auto.choose_device(device)
+    tokens = SHAPES[shape]["rows"] * SHAPES[shape]["seq_len"]
+    how = "kernels" if device == "cpu" else "compiled"
+    steps = {}
+    for seq_len in seq_lens:
+        s = Shape(device, **SHAPES[shape] | {"rows": tokens // seq_len, "seq_len": seq_len})
+        steps[f"{s.rows} x {seq_len}"] = inkling(s, "fp32" if device == "cpu" else auto.choose_precision(s.device), how)
+    for step in steps.values():
+        step()
+    found = alternate(rounds, **{name: milliseconds(step, seconds, device) for name, step in steps.items()})
+    return [table(f"a step, {shape}, {tokens} tokens, {how}, {device}", "ms", found, next(iter(found)), digits=2)]
+
+
+def milliseconds(step: Callable, seconds: float, device: str) -> Callable[[], float]:
+    """Of a step, over so many seconds."""
+
+    def measure() -> float:
+        done, began = 0, time.perf_counter()
+        while time.perf_counter() - began < seconds:
+            step()
+            synchronise(device)
+            done += 1
+        return 1000 * (time.perf_counter() - began) / done
+
+    return measure
 
 
 def contestants(s: Shape, peer: Path | None):

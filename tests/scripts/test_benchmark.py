@@ -8,7 +8,7 @@ import torch
 from conf.entry import REPOSITORY
 from model.generation import next_logits
 from scripts.benchmarks import generate, learn
-from scripts.benchmarks.train import training
+from scripts.benchmarks.train import lengths, training
 
 
 def test_the_benchmark_of_data_measures_both_sides(monkeypatch):
@@ -52,6 +52,12 @@ def test_the_benchmark_of_training_measures_everyone(capsys, monkeypatch):
     assert set(names) <= set(speed["measured"]) == set(best["measured"]) == set(memory["measured"])
     assert all(value > 0 for table in (speed, work, memory) for some in table["measured"].values() for value in some)
     assert "times Hugging Face" in capsys.readouterr().out
+
+
+def test_the_benchmark_of_lengths_takes_equally_many_tokens(capsys):
+    (result,) = lengths("small", [64, 512], rounds=1, seconds=0.01, device="cpu")
+    assert list(result["measured"]) == ["32 x 64", "4 x 512"]
+    assert "2048 tokens" in capsys.readouterr().out
 
 
 def test_the_benchmark_of_learning_is_a_run_from_its_start_to_its_end(monkeypatch, capsys):
