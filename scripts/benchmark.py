@@ -1,7 +1,4 @@
-"""How fast the parts are, beside others in the same run.  python -m scripts.benchmark train
-
-Or length, learn, generate, data.
-"""
+"""How fast the parts are, beside others in the same run.  python -m scripts.benchmark --help"""
 
 import argparse
 import json
