@@ -44,6 +44,7 @@ class Model:
     soft_cap: float | None = number(above=0)
     window: int | None = number(at_least=1)
     dropout: float = number(at_least=0, below=1)
+    attention_dropout: float | None = number(at_least=0, below=1)
     tied: bool
     embedding_norm: bool
     zero_init: bool

@@ -25,11 +25,19 @@ class Block(nn.Module):
     """x + attention(norm(x)), then x + feed_forward(norm(x)): pre-norm, as in GPT-2."""
 
     def __init__(
-        self, d_model: int, d_ff: int, norm: str, norm_eps: float, feed_forward: str, dropout: float, **attention
+        self,
+        d_model: int,
+        d_ff: int,
+        norm: str,
+        norm_eps: float,
+        feed_forward: str,
+        dropout: float,
+        attention_dropout: float,
+        **attention,
     ):
         super().__init__()
         self.attention_norm = NORMS[norm](d_model, norm_eps)
-        self.attention = CausalMultiHeadAttention(d_model, norm_eps=norm_eps, dropout=dropout, **attention)
+        self.attention = CausalMultiHeadAttention(d_model, norm_eps=norm_eps, dropout=attention_dropout, **attention)
         self.feed_forward_norm = NORMS[norm](d_model, norm_eps)
         self.feed_forward = FEED_FORWARDS[feed_forward](d_model, d_ff)
         self.dropout = nn.Dropout(dropout)
@@ -70,7 +78,8 @@ class GPT(nn.Module):
         feed_forward: "swiglu", "gelu" or "relu2", see model/feed_forward.py.
         qk_norm, soft_cap: RMSNorm on queries and keys, a bound on the scores; see CausalMultiHeadAttention.
         window: a token sees itself and the window - 1 before it only; None: all before it.
-        dropout: on embeddings, attention weights and both residual branches.
+        dropout: on embeddings and both residual branches.
+        attention_dropout: on the attention weights; None: as much as `dropout`.
         tied: the head shares the embedding's matrix.
         embedding_norm: a norm behind the embedding, whose rows then begin as long as it makes them, unless tied.
         zero_init: what writes into the residual stream begins at zero, and the head unless it is tied: a new model
@@ -101,11 +110,13 @@ class GPT(nn.Module):
         soft_cap: float | None = None,
         window: int | None = None,
         dropout: float = 0.0,
+        attention_dropout: float | None = None,
         tied: bool = False,
         embedding_norm: bool = False,
         zero_init: bool = False,
         vocab_multiple: int = 1,
     ):
+        attention_dropout = dropout if attention_dropout is None else attention_dropout
         arguments = dict(locals())
         del arguments["self"], arguments["__class__"]
         super().__init__()
@@ -140,6 +151,7 @@ class GPT(nn.Module):
                 norm_eps,
                 feed_forward,
                 dropout,
+                attention_dropout,
                 n_heads=n_heads,
                 n_kv_heads=n_kv_heads,
                 use_rope=positions == "rope",

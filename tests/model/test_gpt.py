@@ -371,6 +371,15 @@ def test_dropout_acts_in_each_place_and_only_in_training(small, place):
     assert not torch.equal(model(tokens), model(tokens))
 
 
+def test_dropout_within_attention_is_a_setting_of_its_own(small):
+    tokens = torch.randint(17, (2, 10))
+    for arguments, random in (({"dropout": 0.5, "attention_dropout": 0.0}, False), ({"attention_dropout": 0.5}, True)):
+        model = small(**arguments)
+        model.blocks[0].attention.training = True
+        assert torch.equal(model(tokens), model(tokens)) is not random
+        assert GPT(**model.arguments).blocks[0].attention.dropout == arguments["attention_dropout"]
+
+
 @pytest.mark.parametrize(("name", "kind"), FEED_FORWARDS.items())
 def test_feed_forwards_are_their_formulas(name, kind):
     module, x = kind(6, 10).double(), torch.randn(2, 3, 6, dtype=torch.float64)

@@ -307,8 +307,9 @@ def test_a_model_learns_by_kernels_what_it_learns_without(arguments, small):
     assert list(fast.state_dict()) == list(plain.state_dict())
 
 
-def test_every_layer_calls_the_kernels(small, monkeypatch):
-    _, fast = pair(small, qk_norm=True)
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_every_layer_calls_the_kernels(small, monkeypatch, dropout):
+    _, fast = pair(small, qk_norm=True, dropout=dropout, attention_dropout=0.0)
     called = []
     for name in ("linear", "attention", "norm_rotate", "gated_linear", "head_cross_entropy"):
         function = getattr(kernels, name)

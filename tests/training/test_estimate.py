@@ -31,6 +31,7 @@ CASES = {
     "large vocabulary": (50_257, TINY, {"rows": 2, "micro_batch": 1}),
     "large vocabulary, tied": (50_257, {**TINY, "tied": True}, {"rows": 1, "micro_batch": 1}),
     "dropout": (2048, {**DEFAULT, "dropout": 0.1}, {}),
+    "dropout, none within attention": (2048, {**DEFAULT, "dropout": 0.1, "attention_dropout": 0.0}, {}),
     "muon": (2048, {**DEFAULT, "embedding_norm": True}, {"optimizer": "muon"}),
     "muon, few tokens": (65, LARGER, {"optimizer": "muon", "rows": 1, "micro_batch": 1, "seq_len": 32}),
     "dropout, bf16": (2048, {**TINY, "dropout": 0.1}, {"precision": "bf16"}),
