@@ -311,7 +311,8 @@ def use_kernels(model: GPT, warn: Callable[[str], None] = warnings.warn) -> bool
     """Makes the modules of a model those above, in place; False, and a line, where the kernels cannot be built.
 
     Only what they call changes: weights, their names and what a checkpoint holds stay. What the kernels do not cover
-    goes on as before: few rows, masks, caches, biases, soft caps, attention dropout, other types and devices, autocast, compiled.
+    goes on as before: few rows, masks, caches, biases, soft caps, dropout in attention, other types and devices,
+    autocast, compiled.
     """
     try:
         load_kernels(warn)

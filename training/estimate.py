@@ -72,7 +72,7 @@ def block_memory(
     kv_heads = m["n_kv_heads"] or heads
     d_kv = d // heads * kv_heads
     a_number = 1 if gpu else width  # of dropout's noise
-    noise, noise_within = (a_number if m[name] else 0 for name in ("dropout", "attention_dropout"))
+    noise, inside = (a_number if m[name] else 0 for name in ("dropout", "attention_dropout"))
     stream = 4 * tokens * d
 
     def norm(readers: int) -> int:  # its input, that over its rms, the rms; and what is read of its output
@@ -88,11 +88,11 @@ def block_memory(
     square = rows * heads * seq_len**2  # attention's weights, a number each
     working = 0
     if attention == "written":  # exponentials in fp32, a boolean mask, the weights
-        kept += square * (4 + 1 + width + noise_within + (width if m["soft_cap"] else 0))
+        kept += square * (4 + 1 + width + inside + (width if m["soft_cap"] else 0))
         kept += 2 * width * tokens * (d - d_kv)  # a key and value for each query head
         working = 16 * square
-    elif not gpu and (noise_within or m["positions"] == "alibi"):  # the CPU's kernel can neither: torch writes out, in fp32
-        kept += square * 4 * (3 if noise_within else 1) + (4 - width) * tokens * (d + 2 * d_kv) + 8 * tokens * (d - d_kv)
+    elif not gpu and (inside or m["positions"] == "alibi"):  # the CPU's kernel can neither: torch writes out, in fp32
+        kept += square * 4 * (3 if inside else 1) + (4 - width) * tokens * (d + 2 * d_kv) + 8 * tokens * (d - d_kv)
         working = 8 * square
     else:
         kept += 4 * tokens * heads  # the logarithms of softmax's sums
