@@ -28,7 +28,7 @@ def methods():
 
 
 def of_embeddings(model: GPT, score: Score) -> Callable[[Tensor], Tensor]:
-    """embeddings (b s d_model), before positions are added -> the score behind each row, (b,)."""
+    """embeddings (b s d_model) as `embed` gives them -> the score behind each row, (b,)."""
 
     def forward(embeddings: Tensor) -> Tensor:
         tokens = torch.zeros(embeddings.shape[:2], dtype=torch.long, device=embeddings.device)  # not looked at
@@ -38,9 +38,19 @@ def of_embeddings(model: GPT, score: Score) -> Callable[[Tensor], Tensor]:
     return forward
 
 
+@torch.no_grad()
+def embed(model: GPT, tokens: Tensor) -> Tensor:
+    """tokens (...) -> what they are looked up as (... d_model), behind the embedding's norm and before positions.
+
+    In front of that norm there is no gradient along an embedding, for its length does not count there.
+    """
+    x = model.embedding(tokens)
+    return x if model.embedding_norm is None else model.embedding_norm(x)
+
+
 def mean_embedding(model: GPT) -> Tensor:
     """(d_model,): the average token, which stands in for one that is taken away."""
-    return model.embedding.weight[: model.vocab_size].detach().mean(0)
+    return embed(model, torch.arange(model.vocab_size, device=model.embedding.weight.device)).mean(0)
 
 
 def occlusion(model: GPT, tokens: Tensor, score: Score, baseline: Tensor, batch: int = 64) -> Tensor:
@@ -48,7 +58,7 @@ def occlusion(model: GPT, tokens: Tensor, score: Score, baseline: Tensor, batch:
 
     tokens (1 s). "Visualizing and Understanding Convolutional Networks" (2013), with tokens for patches.
     """
-    embeddings = model.embedding(tokens).detach()
+    embeddings = embed(model, tokens)
     effects = (
         methods()
         .Occlusion(of_embeddings(model, score))
@@ -68,7 +78,7 @@ def gradient_x_input(model: GPT, tokens: Tensor, score: Score) -> Tensor:
     What a token would contribute if the model were linear and zero the embedding of nothing ("Not Just a Black Box",
     2016). tokens (1 s).
     """
-    embeddings = model.embedding(tokens).detach().requires_grad_()
+    embeddings = embed(model, tokens).requires_grad_()
     return methods().InputXGradient(of_embeddings(model, score)).attribute(embeddings)[0].sum(-1).detach()
 
 
@@ -98,7 +108,7 @@ def integrated_gradients(
     `tolerance` of the difference, or there are max_steps. Near a baseline of zero an RMSNorm turns very fast, and no
     number of steps may do. tokens (1 s); baseline broadcasts to (1 s d_model).
     """
-    forward, embeddings = of_embeddings(model, score), model.embedding(tokens).detach()
+    forward, embeddings = of_embeddings(model, score), embed(model, tokens)
     start = baseline.expand_as(embeddings)
     with torch.no_grad():
         difference = (forward(embeddings) - forward(start)).item()

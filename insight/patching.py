@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 from einops import rearrange
-from torch import Tensor
+from torch import Tensor, nn
 
 from model import GPT
 
@@ -23,7 +23,7 @@ class Site(NamedTuple):
 
     | kind | what |
     | --- | --- |
-    | embedding | what the tokens are looked up as, before positions are added |
+    | embedding | what the tokens are looked up as, behind the embedding's norm, before positions are added |
     | stream | what enters block `layer`; with layer = n_layers, what leaves the last |
     | attention, feed_forward | what a branch of block `layer` adds to the stream |
     | head | what head `head` of block `layer` hands to wo |
@@ -36,6 +36,11 @@ class Site(NamedTuple):
     def __str__(self) -> str:
         words = {"embedding": "embedding", "head": f"head {self.layer}.{self.head}"}
         return words.get(self.kind, f"{self.kind.replace('_', '-')} {self.layer}")
+
+
+def look_up(model: GPT) -> nn.Module:
+    """What hands on the site "embedding"."""
+    return model.embedding if model.embedding_norm is None else model.embedding_norm
 
 
 def heads(model: GPT) -> list[Site]:
@@ -79,7 +84,7 @@ def _hook(model: GPT, site: Site, edit: Callable[[Tensor], Tensor]):
         return rearrange(x, "h b s d -> b s (h d)")
 
     if kind == "embedding":
-        return model.embedding.register_forward_hook(output)
+        return look_up(model).register_forward_hook(output)
     if kind == "stream":
         if layer == len(model.blocks):
             return model.blocks[-1].register_forward_hook(output)

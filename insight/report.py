@@ -475,7 +475,7 @@ def plot(report: dict, path: str | Path, dpi: int = 120):
         else:
             axis.set_axis_off()
             axis.text(0.5, 0.5, f"{section.replace('_', ' ')}: no training text", ha="center")
-    figure.suptitle(f"loss {report['loss']:.4f} nats per token, {report['tokens']:,} tokens of {report['text']}")
+    figure.suptitle(f"loss {report['loss']:.4f} nats per token, {report['tokens']:,} tokens: {report['text']}")
     figure.savefig(path, dpi=dpi)
     pyplot.close(figure)
 

@@ -172,7 +172,8 @@ def read_case(cfg: Explain, model: GPT, tokenizer: Tokenizer) -> Case:
     if cfg.replacement is None:
         baseline = attribution.mean_embedding(model)
     else:
-        baseline = model.embedding.weight[one_token(tokenizer, "replacement", cfg.replacement)].detach()
+        token = one_token(tokenizer, "replacement", cfg.replacement)
+        baseline = attribution.embed(model, torch.tensor(token, device=device))
     return Case(model, tokenizer, tokens, corrupted, logits, answer, against, baseline)
 
 
@@ -315,7 +316,7 @@ def explain_gradient(cfg: Explain, case: Case) -> dict:
 def explain_integrated_gradients(cfg: Explain, case: Case) -> dict:
     baseline, start = case.baseline, "the average embedding in all places"
     if case.corrupted is not None:
-        baseline, start = case.model.embedding(case.corrupted).detach(), "the corrupted text"
+        baseline, start = attribution.embed(case.model, case.corrupted), "the corrupted text"
     elif cfg.replacement is not None:
         start = f"{cfg.replacement!r} in all places"
     found = attribution.integrated_gradients(

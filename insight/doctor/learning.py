@@ -8,15 +8,16 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from insight.doctor.patient import Finding, NotChecked, Patient
+from insight.doctor.patient import Finding, NotChecked, Patient, rms
 from model import GPT
 
 FIRST_LOSS = 0.5  # nats above or below ln(vocabulary)
 ROWS, LENGTH = 4, 32  # of the batch that is learned by heart
 BY_HEART, STEPS = 0.5, 60  # share of the first loss that is left after so many steps
 CHANGE = 1.0  # of a matrix in one step, in units of its size
-RISE, RATE_STEPS = 1.0, 20  # nats that the loss may rise above where it began, in so many steps
-NOWHERE = 0.99  # share of the first loss that may be left after them
+RISE, RATE_STEPS = 1.0, 20  # nats that the loss may rise above its lowest, in so many steps
+AWAKE = 4  # steps until gradients have come through all that begins at zero
+NOWHERE = 0.99  # share of the first loss that may be left after RATE_STEPS
 
 
 def first_loss(patient: Patient) -> Iterator[Finding]:
@@ -44,7 +45,7 @@ def gradients(patient: Patient) -> Iterator[Finding]:
     """Every parameter gets a gradient, a finite one: in the first steps, for what begins at zero lets none through."""
     model = _copy(patient)
     reached = {name: 0.0 for name, _ in model.named_parameters()}
-    for _ in _learn(model, *_batch(patient), steps=4):
+    for _ in _learn(model, *_batch(patient), AWAKE):
         for name, parameter in model.named_parameters():
             size = 0.0 if parameter.grad is None else parameter.grad.abs().max().item()
             reached[name] = max(reached[name], size) if math.isfinite(size) else math.nan
@@ -79,8 +80,8 @@ def learning_rate(patient: Patient) -> Iterator[Finding]:
     """At the peak of its learning rate, a new model of this shape learns one batch and is not thrown back.
 
     By the optimizer and the settings of training, without the warm-up, on the same batch over and over. What counts is
-    what a step does, whatever its optimizer is called: a first step that changes a matrix by more than its size leaves
-    nothing of how it began, and a rate that is too high for the width lifts the loss far above where it began.
+    what a step does, whatever its optimizer is called: one of the first that changes a matrix by more than its size
+    leaves nothing of how it began, and a rate that is too high for the width lifts the loss far above what it was.
     """
     if patient.start_training is None:
         raise NotChecked("the settings of its training are not known")
@@ -88,20 +89,22 @@ def learning_rate(patient: Patient) -> Iterator[Finding]:
         torch.manual_seed(0)
         model = GPT(**patient.model.arguments).to(patient.model.embedding.weight.device)
     model.eval()  # without dropout
-    before = {name: p.detach().clone() for name, p in model.named_parameters() if p.ndim == 2}
     step, batch = patient.start_training(model), _batch(patient)
-    losses = [step(*batch)]
-    name, ratio = _most_changed(before, dict(model.named_parameters()))
+    matrices, losses = _begun(model), []
     lower = "divide the learning rate by 10 and look again"
-    if not ratio <= CHANGE:
-        what = f"at its peak the first step changes it by {ratio:.3g} times its size"
-        yield Finding("learning rate", f"optimizer, {name}", what, lower, ratio, CHANGE)
-        return
-    for i in patient.progress(range(2, RATE_STEPS + 1)):
+    for i in patient.progress(range(1, RATE_STEPS + 1)):
+        before = {name: weight.detach().clone() for name, weight in matrices.items()} if i <= AWAKE else {}
         losses.append(step(*batch))
-        if not losses[-1] <= losses[0] + RISE:
-            what = f"at its peak the loss rises from {losses[0]:.2f} to {losses[-1]:.2f} nats in {i} steps"
-            yield Finding("learning rate", "optimizer", what, lower, losses[-1], losses[0] + RISE)
+        changes = {name: rms(matrices[name] - weight) / rms(weight) for name, weight in before.items()}
+        name, ratio = max(changes.items(), key=lambda item: item[1], default=("", 0.0))
+        if not ratio <= CHANGE:
+            what = f"at its peak step {i} changes it by {ratio:.3g} times its size"
+            yield Finding("learning rate", f"optimizer, {name}", what, lower, ratio, CHANGE)
+            return
+        lowest = min(losses[:-1], default=losses[0])
+        if not losses[-1] <= lowest + RISE:
+            what = f"at its peak the loss rises from {lowest:.2f} to {losses[-1]:.2f} nats by step {i}"
+            yield Finding("learning rate", "optimizer", what, lower, losses[-1], lowest + RISE)
             return
     if not losses[-1] < NOWHERE * losses[0]:
         what = f"at its peak the loss goes from {losses[0]:.4f} to {losses[-1]:.4f} nats in {RATE_STEPS} steps: nowhere"
@@ -109,21 +112,11 @@ def learning_rate(patient: Patient) -> Iterator[Finding]:
         yield Finding("learning rate", "optimizer", what, do, losses[-1], NOWHERE * losses[0])
 
 
-def _most_changed(before: dict[str, Tensor], now: dict[str, Tensor]) -> tuple[str, float]:
-    """The matrix that has changed most, in units of its size. What begins at zero, or near, grows from there."""
-    sizes = {name: _size(weight) for name, weight in before.items()}
-    usual = statistics.median(sizes.values())
-    changes = {
-        name: _size(now[name].detach() - weight) / sizes[name]
-        for name, weight in before.items()
-        if sizes[name] > usual / 20
-    }
-    return max(changes.items(), key=lambda item: item[1], default=("", 0.0))
-
-
-def _size(x: Tensor) -> float:
-    """Root of the mean square."""
-    return x.double().square().mean().sqrt().item()
+def _begun(model: GPT) -> dict[str, Tensor]:
+    """The matrices that begin at a size of their own. What begins at zero, or near, grows from there."""
+    matrices = {name: parameter for name, parameter in model.named_parameters() if parameter.ndim == 2}
+    usual = statistics.median(rms(weight) for weight in matrices.values())
+    return {name: weight for name, weight in matrices.items() if rms(weight) > usual / 20}
 
 
 def _copy(patient: Patient) -> GPT:

@@ -154,6 +154,11 @@ def deviation(found: Tensor, expected: Tensor) -> float:
     return value if value == value else float("inf")
 
 
+def rms(x: Tensor) -> float:
+    """Root of the mean square: the size of a typical number in it."""
+    return x.detach().double().square().mean().sqrt().item()
+
+
 def worst_heads(found: Tensor, expected: Tensor, bound: float) -> str:
     """The heads (axis 1) that differ by more than bound, as words; nothing where all do."""
     if found.shape != expected.shape:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from insight.doctor import reference
-from insight.doctor.patient import Finding, NotChecked, Patient, watched
+from insight.doctor.patient import Finding, NotChecked, Patient, rms, watched
 
 LARGE_SCORE = 100.0  # where "Kimi K2: Open Agentic Intelligence" (2025) begins to clip
 ATTENTION_ROWS = 2  # of the batch, whose squares of weights are held
@@ -69,11 +69,11 @@ def entropy(patient: Patient) -> Iterator[Finding]:
     if patient.model.arguments["positions"] == "alibi":
         raise NotChecked("ALiBi prefers what is near, whatever the head has learned")
     for i, _, weights, mask in _attention(patient):
-        bits = -(weights * weights.clamp(min=1e-300).log()).sum(-1)
+        nats = -(weights * weights.clamp(min=1e-300).log()).sum(-1)
         most = mask.sum(-1).double().log()
         if mask.sum(-1).max() < SOME_KEYS:
             raise NotChecked(f"no token sees {SOME_KEYS} others")
-        missing = _of_queries_that_choose(1 - bits / most.clamp(min=1e-30), mask)  # share of what it could be
+        missing = _of_queries_that_choose(1 - nats / most.clamp(min=1e-30), mask)  # share of what it could be
         for h in (missing < 1e-6).nonzero().flatten().tolist():
             what = "its weights are the same for all keys: it averages, and its queries or keys are dead"
             do = f"look at rows of head {h} in wq and wk; a head of zeros may be pruned or begun anew"
@@ -94,8 +94,9 @@ def _recorded(patient: Patient) -> Iterator[tuple[dict[str, Tensor], dict[str, T
     def keep(where: dict, name: str, its_input: bool = False):
         return lambda module, arguments, out: where.__setitem__(name, (arguments[0] if its_input else out).detach())
 
-    first = model.position_embedding if model.position_embedding is not None else model.embedding
-    hooks.append(first.register_forward_hook(keep(stream, "embedding")))
+    ways_in = (model.position_embedding, model.embedding_norm, model.embedding)
+    way_in = next(module for module in ways_in if module is not None)
+    hooks.append(way_in.register_forward_hook(keep(stream, "embedding")))
     for i, block in enumerate(model.blocks):
         hooks.append(block.register_forward_hook(keep(stream, f"blocks.{i}")))
         for branch in ("attention", "feed_forward"):
@@ -112,16 +113,11 @@ def _recorded(patient: Patient) -> Iterator[tuple[dict[str, Tensor], dict[str, T
             hook.remove()
 
 
-def _size(x: Tensor) -> float:
-    """Root of the mean square."""
-    return x.double().square().mean().sqrt().item()
-
-
 def residual_stream(patient: Patient) -> Iterator[Finding]:
     """The stream neither explodes nor dies on its way up, and no branch writes far more than the others."""
     with _recorded(patient) as (stream, inside):
         pass
-    branches = {name: _size(x) for name, x in inside.items() if not name.endswith(".down")}
+    branches = {name: rms(x) for name, x in inside.items() if not name.endswith(".down")}
     writing = sorted(size for size in branches.values() if size > 0)
     if writing and len(writing) > 2:
         usual = writing[(len(writing) - 1) // 2]
@@ -139,7 +135,7 @@ def residual_stream(patient: Patient) -> Iterator[Finding]:
             yield Finding("residual stream", name, what, do, largest, LARGE_ACTIVATION)
             return
     last = stream[list(stream)[-1]].double()
-    spread = (last - last.mean((0, 1))).square().mean().sqrt().item() / max(_size(last), 1e-300)
+    spread = (last - last.mean((0, 1))).square().mean().sqrt().item() / max(rms(last), 1e-300)
     if not spread > 1e-4 and len(patient.tokens.unique()) > 1:
         what = "all tokens are alike at the end of the stream: what was read has been lost"
         yield Finding("residual stream", list(stream)[-1], what, "look for a branch that drowns the rest", spread, 1e-4)

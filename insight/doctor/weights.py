@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from torch import Tensor, nn
 
-from insight.doctor.patient import Finding, NotChecked, Patient
+from insight.doctor.patient import Finding, NotChecked, Patient, rms
 
 
 def finite_weights(patient: Patient) -> Iterator[Finding]:
@@ -46,9 +46,9 @@ def initial_scale(patient: Patient) -> Iterator[Finding]:
     if patient.trained:
         raise NotChecked("its weights have learned")
     readers, writers = (dict(_matrices(patient.model, names)) for names in (READERS, WRITERS))
-    usual = statistics.median(_size(weight) for weight in readers.values())
+    usual = statistics.median(rms(weight) for weight in readers.values())
     for name, weight in readers.items():
-        ratio, slack = _size(weight) / usual if usual else 1.0, _slack(weight)
+        ratio, slack = rms(weight) / usual if usual else 1.0, _slack(weight)
         if not 1 / slack < ratio < slack:
             what = f"it begins {ratio:.3g} times as large as the other matrices that read the stream"
             do = "scale down what writes into the stream (wo, down), and nothing that reads it"
@@ -56,7 +56,7 @@ def initial_scale(patient: Patient) -> Iterator[Finding]:
     small = 1 / math.sqrt(2 * len(patient.model.blocks))
     for name, weight in writers.items():
         widths = math.sqrt(patient.model.arguments["d_model"] / weight.shape[1])  # each of them may follow its own
-        ratio, bound = _size(weight) / usual if usual else 0.0, small * max(1.0, widths) * _slack(weight)
+        ratio, bound = rms(weight) / usual if usual else 0.0, small * max(1.0, widths) * _slack(weight)
         if ratio > bound:
             what = f"it begins {ratio:.3g} times as large as what reads the stream; 2 n_layers such branches add up"
             do = "divide its initial values by sqrt(2 n_layers), or begin at zero"
@@ -69,11 +69,6 @@ def _matrices(model: nn.Module, names: dict[str, tuple[str, ...]]) -> Iterator[t
             for matrix in matrices:
                 if (module := getattr(getattr(block, branch), matrix, None)) is not None:
                     yield f"blocks.{i}.{branch}.{matrix}", module.weight
-
-
-def _size(weight: Tensor) -> float:
-    """Root of the mean square."""
-    return weight.detach().double().square().mean().sqrt().item()
 
 
 def _slack(weight: Tensor) -> float:

@@ -1,4 +1,4 @@
-"""Keys and values are kept, and a new token costs one column: if its position and its mask are right."""
+"""Keys and values are kept, and a new token costs one row: if its position and its mask are right."""
 
 import torch
 from torch import Tensor

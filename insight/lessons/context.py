@@ -34,8 +34,8 @@ def lesson() -> Lesson:
     places = ["before the first block", *(f"after block {i + 1}" for i in range(N_LAYERS))]
     columns = zip(places, numbers["difference"], numbers["cosine"], numbers["told apart"], strict=True)
     table = [[f'"{WORD}"', "largest difference", "cosine", "sense told apart"]]
-    table += [[place, f"{off:.3f}", f"{cosine:.3f}", f"{100 * share:.1f} %"] for place, off, cosine, share in columns]
-    off, share = numbers["difference"], numbers["told apart"]
+    table += [[place, f"{off:.3f}", f"{alike:.3f}", f"{100 * share:.1f} %"] for place, off, alike, share in columns]
+    off, cosine, share = numbers["difference"], numbers["cosine"], numbers["told apart"]
     claims = [
         (
             off[0] == 0 and len(set(numbers["places"])) == 1,
@@ -43,8 +43,8 @@ def lesson() -> Lesson:
         ),
         (min(off[1:]) > 0, "after it there are two, one a sentence: contextual"),
         (
-            numbers["cosine"][0] > 0.999 > max(numbers["cosine"][1:]),
-            f"each block mixes more of the sentence in: the cosine falls to {min(numbers['cosine']):.3f}",
+            cosine[0] > 0.999 > cosine[1] and cosine == sorted(cosine, reverse=True),
+            f"each block mixes more of the sentence in: the cosine falls to {cosine[-1]:.3f}",
         ),
         (
             abs(share[0] - 0.5) < 1e-9,

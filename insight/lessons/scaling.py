@@ -1,4 +1,4 @@
-"""Why scores are divided by sqrt(d_k): without it a wide head looks at one key only, and learns nothing."""
+"""Why scores are divided by sqrt(d_k): without it a wide head looks at one key only, and hardly learns."""
 
 import math
 
@@ -38,7 +38,7 @@ def lesson() -> Lesson:
         (max(even) - min(even) < 0.1, f"with it, it stays at {sum(even) / len(even):.2f}"),
         (
             gradient[-1] < gradient[0] / 5,
-            f"a saturated softmax passes no gradient: {gradient[0]:.4f} becomes {gradient[-1]:.4f}",
+            f"a saturated softmax passes little gradient: {gradient[0]:.4f} becomes {gradient[-1]:.4f}",
         ),
         (
             max(even_gradient) < 1.1 * min(even_gradient),

@@ -23,6 +23,8 @@ def lesson(model: GPT | None = None) -> Lesson:
         tokens = torch.randint(model.vocab_size, (B, length))
         token_positions = torch.arange(length)
         x = model.embedding(tokens)
+        if model.embedding_norm is not None:
+            x = model.embedding_norm(x)
         if model.position_embedding is not None:
             x = model.position_embedding(x, token_positions)
         block = model.blocks[0]

@@ -26,6 +26,8 @@ TEXT = "In the beginning there was a small model, and it read what it was given,
 CHARACTERS = CharacterTokenizer(TEXT)
 RATES = dict.fromkeys(("lr", "lr_embedding", "lr_head", "lr_gain"), 3e-3)
 ADAMW = {"name": "adamw", **RATES, "betas": [0.9, 0.99], "eps": 1e-8, "weight_decay": 0.1, "clip": 1.0}
+MUON_RATES = {"lr": 0.02, "lr_embedding": 1e-2, "lr_head": 1e-2, "lr_gain": 3e-3}
+MUON = ADAMW | {"name": "muon", "betas": [0.8, 0.95], "momentum": 0.9, "weight_decay": 0.0} | MUON_RATES
 
 
 def new_model(vocab_size=CHARACTERS.vocab_size, seed=0, **arguments) -> GPT:
@@ -56,6 +58,7 @@ def first_findings(patient: Patient) -> list:
 
 # --- healthy models -------------------------------------------------------------------------------------------------
 
+AS_THE_DEFAULT = {"embedding_norm": True, "zero_init": True, "qk_norm": True, "n_kv_heads": None}
 HEALTHY = [
     {},
     {"qk_norm": True, "n_kv_heads": None, "seed": 1},
@@ -68,6 +71,8 @@ HEALTHY = [
     {"positions": "none", "feed_forward": "relu2", "vocab_multiple": 8},
     {"soft_cap": 2.0, "dropout": 0.2},
     {"n_layers": 1, "n_heads": 1, "n_kv_heads": None, "max_seq_len": 2},
+    AS_THE_DEFAULT,
+    {"positions": "learned", "embedding_norm": True, "zero_init": True, "tied": True},
 ]
 
 
@@ -195,9 +200,9 @@ def table_follows_the_model(monkeypatch) -> Patient:
     return patient_of(new_model())
 
 
-def rate(factor):
+def rate(factor, names=tuple(RATES), optimizer=ADAMW, **arguments):
     return lambda monkeypatch: patient_of(
-        new_model(), optimizer=ADAMW | {name: factor * lr for name, lr in RATES.items()}
+        new_model(**arguments), optimizer=optimizer | {name: factor * optimizer[name] for name in names}
     )
 
 
@@ -534,6 +539,24 @@ FAULTS = {
         "the loss rises",
         another_optimizer(adam_on_gains(10.0)),
     ),
+    "rate 100 times too high, and branches that begin at zero": (
+        "learning rate",
+        "optimizer, blocks.",
+        "times its size",
+        rate(100, **AS_THE_DEFAULT),
+    ),
+    "the matrices' rate 100 times too high": (
+        "learning rate",
+        "optimizer, blocks.",
+        "step 3 changes it by",
+        rate(100, ["lr"], MUON, **AS_THE_DEFAULT),
+    ),
+    "the head's rate 100 times too high": (
+        "learning rate",
+        "optimizer",
+        "the loss rises",
+        rate(100, ["lr_head"], MUON, **AS_THE_DEFAULT),
+    ),
     "rate a million times too low": ("learning rate", "optimizer", "nowhere", rate(1e-6)),
     "padded ids": (
         "padded ids",
@@ -605,6 +628,7 @@ def test_each_fault_is_named_before_its_consequences(fault, monkeypatch):
 
 def test_the_rates_of_muon_are_no_finding(monkeypatch):
     assert examine(another_optimizer(muon(0.02))(monkeypatch)) == []
+    assert examine(patient_of(new_model(**AS_THE_DEFAULT), optimizer=MUON)) == []
 
 
 def test_heads_that_have_saturated_are_named():

@@ -5,11 +5,24 @@ import sys
 import pytest
 import torch
 
-from insight.attribution import gradient_x_input, integrated_gradients, mean_embedding, occlusion, of_embeddings
+from insight.attribution import (
+    embed,
+    gradient_x_input,
+    integrated_gradients,
+    mean_embedding,
+    occlusion,
+    of_embeddings,
+)
 from insight.induction import induction_model
 from insight.patching import last_logits, score_of
 
-KINDS = [{}, {"positions": "learned", "norm": "layernorm"}, {"positions": "sinusoidal"}, {"positions": "alibi"}]
+KINDS = [
+    {"embedding_norm": True, "zero_init": True, "qk_norm": True},  # as the default model is
+    {},
+    {"positions": "learned", "norm": "layernorm", "embedding_norm": True},
+    {"positions": "sinusoidal"},
+    {"positions": "alibi"},
+]
 
 
 @pytest.fixture(params=KINDS, ids=str)
@@ -19,14 +32,14 @@ def model(small, request):
 
 def test_the_model_is_the_same_as_a_function_of_its_embeddings(model):
     tokens, score = torch.randint(17, (3, 7)), score_of(4)
-    torch.testing.assert_close(of_embeddings(model, score)(model.embedding(tokens)), score(last_logits(model, tokens)))
+    torch.testing.assert_close(of_embeddings(model, score)(embed(model, tokens)), score(last_logits(model, tokens)))
 
 
 @pytest.mark.parametrize("batch", [1, 3, 64])
 def test_occlusion_puts_something_else_in_the_place_of_each_token(model, batch):
     """Here it is another token, so that the same can be said in tokens."""
     tokens, score, other = torch.randint(17, (1, 7)), score_of(4, 2), 9
-    effects = occlusion(model, tokens, score, model.embedding.weight[other].detach(), batch)
+    effects = occlusion(model, tokens, score, embed(model, torch.tensor(other)), batch)
     for i in range(7):
         replaced = tokens.clone()
         replaced[0, i] = other
@@ -38,16 +51,17 @@ def test_gradient_x_input_is_how_fast_the_score_grows_with_each_embedding(model)
     tokens, score, step = torch.randint(17, (1, 7)), score_of(4), 1e-5
     effects, forward = gradient_x_input(model, tokens, score), of_embeddings(model, score)
     for i in range(7):
-        longer, shorter = (model.embedding(tokens).detach().clone() for _ in range(2))
+        longer, shorter = embed(model, tokens), embed(model, tokens)
         longer[0, i] *= 1 + step
         shorter[0, i] *= 1 - step
         slope = (forward(longer) - forward(shorter)) / (2 * step)
         torch.testing.assert_close(effects[i], slope[0].detach(), rtol=1e-5, atol=1e-7)
+    assert effects.abs().max() > 1e-3  # a norm between the two would leave none
 
 
 def test_integrated_gradients_add_up_to_what_the_score_gains(model):
     tokens, score = torch.randint(17, (1, 7)), score_of(4)
-    baseline = model.embedding(torch.randint(17, (1, 7))).detach()  # a corrupted prompt
+    baseline = embed(model, torch.randint(17, (1, 7)))  # a corrupted prompt
     found = integrated_gradients(model, tokens, score, baseline, tolerance=1e-4)
     gain = score(last_logits(model, tokens)) - of_embeddings(model, score)(baseline)
     assert found.complete
@@ -78,7 +92,7 @@ def test_from_zero_rmsnorm_lets_no_number_of_steps_do(small):
 def test_a_token_that_stays_the_same_has_no_share(small):
     model, (tokens, other) = small(), torch.randint(17, (2, 1, 7))
     other[0, 2] = tokens[0, 2]
-    shares = integrated_gradients(model, tokens, score_of(4), model.embedding(other).detach()).attributions
+    shares = integrated_gradients(model, tokens, score_of(4), embed(model, other)).attributions
     assert shares[2] == 0
     assert shares[0] != 0
 

@@ -29,6 +29,8 @@ KINDS = [
     {"positions": "sinusoidal", "tied": True},
     {"positions": "alibi", "window": 3, "qk_norm": True},
     {"positions": "none", "soft_cap": 5.0, "vocab_multiple": 8},
+    {"embedding_norm": True, "zero_init": True, "qk_norm": True},
+    {"positions": "learned", "embedding_norm": True},
 ]
 WORD = "^cabda"  # behind a came b
 B = 2
