@@ -56,7 +56,7 @@ def test_gradient_x_input_is_how_fast_the_score_grows_with_each_embedding(model)
         shorter[0, i] *= 1 - step
         slope = (forward(longer) - forward(shorter)) / (2 * step)
         torch.testing.assert_close(effects[i], slope[0].detach(), rtol=1e-5, atol=1e-7)
-    assert effects.abs().max() > 1e-3  # a norm between the two would leave none
+    assert effects.abs().max() > 1e-4  # a norm between the two would leave none
 
 
 def test_integrated_gradients_add_up_to_what_the_score_gains(model):
