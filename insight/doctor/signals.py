@@ -15,6 +15,7 @@ ATTENTION_ROWS = 2  # of the batch, whose squares of weights are held
 SATURATED = 0.99  # a weight above leaves a hundredth of its gradient
 LARGE_ACTIVATION = 1e4  # float16 ends at 65504
 OUTLIER = 30.0  # times what the other branches write
+GROWTH = 30.0  # of a new stream, from the embedding to its end; in six healthy blocks of width 512 it is 7
 SOME_KEYS = 4  # that a query must see for its choice to say anything
 DEAD_UNITS = 0.9  # share of a layer's hidden units
 
@@ -134,6 +135,11 @@ def residual_stream(patient: Patient) -> Iterator[Finding]:
             do = "lower the learning rate or raise weight decay; float16 would overflow soon"
             yield Finding("residual stream", name, what, do, largest, LARGE_ACTIVATION)
             return
+    sizes = {name: rms(x) for name, x in stream.items()}
+    if not patient.trained and not (growth := max(sizes.values()) / max(sizes["embedding"], 1e-300)) <= GROWTH:
+        what = "its size by depth is " + ", ".join(f"{size:.3g}" for size in sizes.values()) + ": what was read drowns"
+        do = "smaller initial weights in the branches, or begin what writes into the stream at zero"
+        yield Finding("residual stream", max(sizes, key=sizes.__getitem__), what, do, growth, GROWTH)
     last = stream[list(stream)[-1]].double()
     spread = (last - last.mean((0, 1))).square().mean().sqrt().item() / max(rms(last), 1e-300)
     if not spread > 1e-4 and len(patient.tokens.unique()) > 1:

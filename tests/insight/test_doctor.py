@@ -182,6 +182,14 @@ def blow_up_a_branch(model):
     model.blocks[1].feed_forward.down.weight.mul_(1e4)
 
 
+def shout(model):
+    """All branches, alike: none of them is louder than the others, and all of them than what was read."""
+    for block in model.blocks:
+        for weight in block.parameters():
+            if weight.ndim == 2:
+                weight.mul_(20)
+
+
 def kill_units(model):
     model.blocks[1].feed_forward.up.weight[:60] = 0.0
 
@@ -596,6 +604,12 @@ FAULTS = {
         "blocks.1.feed_forward",
         "times as much",
         damaged(blow_up_a_branch, True),
+    ),
+    "branches that drown the embedding": (
+        "residual stream",
+        "blocks.1",
+        "its size by depth is",
+        damaged(shout, qk_norm=True, embedding_norm=True),
     ),
     "dead units": ("activations", "blocks.1.feed_forward", "94 % of its hidden units", damaged(kill_units, True)),
     "a head that begins too large": ("first loss", "head", "above ln(", damaged(large_head)),
