@@ -27,6 +27,15 @@ A_USERS_FILE = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirec
 RUN_NAME = re.compile(r"\d{8}-\d{6}-(.+)-[0-9a-f]{6}")
 
 
+def check_output(setting: str, path: str | Path | None):
+    """ValueError, before any work, where a file that is wanted could not be written."""
+    if path is None:
+        return
+    path = Path(path)
+    if not path.parent.is_dir() or path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ValueError(f"{path} cannot be written: give {setting}=FILE in a folder that is there, or {setting}=null")
+
+
 def run_dir(resume: str | None, name: str) -> str:
     """The run's folder: with resume=auto the newest run of that name that holds a checkpoint, else a new one.
 

@@ -13,7 +13,7 @@ from hydra.core.hydra_config import HydraConfig
 from rich.progress import track
 from torch import Tensor
 
-from conf.entry import entry_point
+from conf.entry import check_output, entry_point
 from conf.schema import Doctor
 from data.corpus import open_corpus
 from data.prepare import corpus_folder, prepare
@@ -32,6 +32,7 @@ ITS_OWN = ("checkpoint", "json", "device")  # what may be said besides a checkpo
 
 @entry_point("doctor", Doctor)
 def main(cfg: Doctor):
+    check_output("json", cfg.json)
     if cfg.checkpoint is None:
         patient = new_model(cfg)
     else:

@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-import os
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
@@ -12,7 +11,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import track
 
-from conf.entry import entry_point
+from conf.entry import check_output, entry_point
 from conf.schema import Evaluate
 from data import sources
 from data.corpus import Corpus, Tokens
@@ -168,10 +167,8 @@ def output(cfg: Evaluate, kind: str, folder: Path) -> Path | None:
     if path == "auto":
         place = folder.parent.parent if folder.parent.name == "checkpoints" else Path()
         path = place / f"report_{folder.name}{'.png' if drawn else '.json'}"
-    path = Path(path)
-    if not path.parent.is_dir() or path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise ValueError(f"{path} cannot be written: give {kind}=FILE in a folder that is there, or {kind}=null")
-    return path
+    check_output(kind, path)
+    return Path(path)
 
 
 def save(figures: dict, files: dict[str, Path | None]):

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from conf.entry import entry_point
+from conf.entry import check_output, entry_point
 from conf.schema import Explain
 from data.sources import unescape
 from data.tokenizer import Tokenizer, load_tokenizer
@@ -37,7 +37,7 @@ from insight.patching import (
 from model import GPT
 from training import auto, checkpoint
 
-LOOK = 0.3  # a weight from here on is a look, one below a tenth of it none
+LOOK = 0.3  # a weight from here on is a look, if it is twice an even share; one below a tenth of it is none
 LARGE, SMALL = 0.25, 0.05  # shares of the largest effect: from here on there is one, below there is none
 ABLATED = {"zero": "zeros", "mean": "its mean over the text"}
 
@@ -48,6 +48,8 @@ def main(cfg: Explain):
 
 
 def explain(cfg: Explain):
+    for setting in ("json", "plot", "page"):
+        check_output(setting, getattr(cfg, setting))
     folder = checkpoint.find(cfg.checkpoint, warn=warn)
     model = checkpoint.load_model(folder, auto.choose_device(cfg.device))
     case = read_case(cfg, model, load_tokenizer(folder / "tokenizer"))
@@ -220,7 +222,7 @@ def explain_attention(cfg: Explain, case: Case) -> dict:
             row["recovered"] = share
     largest = max(1e-9, *(abs(row["effect"]) for row in rows))
     for row in rows:
-        row["remark"] = remark(row, largest)
+        row["remark"] = remark(row, largest, len(case.labels))
     correlation = rank_correlation([row["weight"] for row in rows], [abs(row["effect"]) for row in rows])
 
     last = len(case.labels) - 1
@@ -285,9 +287,9 @@ def head_row(cfg: Explain, case: Case, weights: Tensor, site: Site, key: int) ->
     return row | {"most": last.max().item(), "effect": case.loss(logits), "probability": case.judge(logits)[1]}
 
 
-def remark(row: dict, largest: float) -> str:
-    """Where weight and effect part."""
-    if row["most"] >= LOOK and abs(row["effect"]) < SMALL * largest:
+def remark(row: dict, largest: float, n: int) -> str:
+    """Where weight and effect part, in a text of n tokens."""
+    if row["most"] >= max(LOOK, 2 / n) and abs(row["effect"]) < SMALL * largest:
         return "looks, no effect"
     if row["weight"] < LOOK / 10 and abs(row["effect"]) >= LARGE * largest:
         return "effect, without looking there"

@@ -739,6 +739,7 @@ def test_a_checkpoint_with_the_tokenizer_of_another_corpus_is_found_out(monkeypa
         (["checkpoint=x", "model=nano"], "a checkpoint has settings of its own: model=nano has no use"),
         (["model.n_heads=7"], "model.d_model must be a multiple of model.n_heads"),
         (["modle=nano"], "modle"),
+        (["json=nowhere/a.json"], "nowhere/a.json cannot be written: give json=FILE"),
     ],
     ids=str,
 )

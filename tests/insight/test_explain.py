@@ -13,7 +13,7 @@ from conf.entry import REPOSITORY
 from conf.schema import Explain
 from data.tokenizer import CharacterTokenizer
 from insight.induction import INDUCTION, PREVIOUS, SINK, WATCHER, induction_model
-from scripts.explain import METHODS, explain
+from scripts.explain import METHODS, explain, remark
 from training import checkpoint
 
 TEXT = "_cabda"  # behind the first a came b
@@ -178,6 +178,7 @@ def test_the_text_may_be_piped_in(run, monkeypatch):
         (["method=patching"], TEXT, "method=patching needs corrupted"),
         (["method=patching", "corrupted=_ca"], TEXT, r"as many tokens as the text, got 3 and 6: _ \| c \| a and _"),
         (["method=patching", f"corrupted={TEXT}"], TEXT, "corrupted must differ"),
+        (["page=nowhere/a.html"], TEXT, "nowhere/a.html cannot be written: give page=FILE"),
         (["method=patching", "corrupted=_gabda"], TEXT, "corrupted must change the score"),
         (["method=lens", "corrupted=_gabda"], TEXT, "corrupted has no use for method=lens"),
         (["method=lens", "page=a.html"], TEXT, "page has no use for method=lens, only for attention"),
@@ -214,3 +215,8 @@ def test_it_is_a_command(folder, tmp_path):
     assert (bad.returncode, bad.stdout) == (2, "")
     assert bad.stderr == "error: answer must be one token, got 2 in 'ab': a | b\n"
     assert {path.name for path in tmp_path.iterdir()} <= {"step", ".home"}
+
+
+def test_in_a_short_text_a_look_is_more_than_an_even_share():
+    row = {"most": 0.45, "weight": 0.1, "effect": 0.0}
+    assert [remark(row, 1.0, n) for n in (4, 10)] == ["", "looks, no effect"]
