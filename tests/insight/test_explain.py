@@ -47,7 +47,7 @@ def test_a_heads_weight_stands_beside_its_effect_and_looking_without_effect_is_s
     assert found["labels"] == list(TEXT)
     assert found["answer_label"] == "b"
     assert found["key"] == 3
-    for head, weight, effect, remark in (
+    for head, weight, effect, expected in (
         (INDUCTION, 1, 2.2, ""),
         (WATCHER, 1, 0, "looks, no effect"),
         (SINK, 0, 0, "looks, no effect"),
@@ -56,11 +56,11 @@ def test_a_heads_weight_stands_beside_its_effect_and_looking_without_effect_is_s
         row = heads[head]
         assert row["weight"] == pytest.approx(weight, abs=1e-3)
         assert row["effect"] == pytest.approx(effect, abs=0.1)
-        assert row["remark"] == remark
+        assert row["remark"] == expected
         (line,) = [line for line in out.splitlines() if line.strip().startswith(f"{head[0]}.{head[1]} ")]
         assert line.split()[1] == f"{row['weight']:.4f}"
         assert f"{row['effect']:+.4f}" in line
-        assert line.strip().endswith(remark)
+        assert line.strip().endswith(expected)
     assert "weight: on token 3 (b)" in out
     assert "A weight is not a cause" in out
 
