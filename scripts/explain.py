@@ -150,9 +150,9 @@ class Case:
 def read_case(cfg: Explain, model: GPT, tokenizer: Tokenizer) -> Case:
     prompt = cfg.prompt
     if prompt is None:
-        if sys.stdin.isatty():
-            raise ValueError("there is no text to explain: give one behind --, such as -- To be, or not")
-        prompt = sys.stdin.read().removesuffix("\n")
+        prompt = "" if sys.stdin.isatty() else sys.stdin.read().removesuffix("\n")
+    if not prompt:
+        raise ValueError("there is no text to explain: give one behind --, such as -- To be, or not")
     ids = encode(tokenizer, prompt)
     if len(ids) > model.max_seq_len:
         raise ValueError(f"the text has {len(ids)} tokens, the model reads max_seq_len {model.max_seq_len}: shorten it")

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from conf.entry import entry_point
+from conf.entry import check_output, entry_point
 from conf.schema import Lessons
 from insight.lessons import LESSONS
 from insight.lessons.lesson import Lesson, as_text
@@ -68,6 +68,7 @@ def _pictures(plot: str | None, names: list[str]) -> dict[str, Path]:
     if path.suffix == ".png":
         if len(names) > 1:
             raise ValueError(f"plot must be a folder for several lessons, got {plot}")
+        check_output("plot", path)
         return {names[0]: path}
     if path.suffix:
         raise ValueError(f"plot must be a folder or end in .png, got {plot}")

@@ -170,6 +170,12 @@ def test_the_text_may_be_piped_in(run, monkeypatch):
     assert run("method=lens", text="")[1]["labels"] == list(TEXT)
 
 
+def test_nothing_is_no_text(run, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO("\n"))
+    with pytest.raises(ValueError, match="there is no text to explain"):
+        run(text="")
+
+
 @pytest.mark.parametrize(
     ("overrides", "text", "message"),
     [
