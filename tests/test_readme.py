@@ -4,11 +4,10 @@ import json
 import re
 import shlex
 import shutil
-import subprocess
-import sys
 
 import numpy as np
 import pytest
+from commands import command
 from wandb.cli.cli import cli as wandb_cli
 
 from conf.entry import REPOSITORY
@@ -72,7 +71,7 @@ def folder(trained, tmp_path):
 
 
 def run(folder, arguments) -> str:
-    result = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, cwd=folder, timeout=200)
+    result = command(*arguments, cwd=folder)
     assert result.returncode == 0, result.stderr
     return result.stdout
 
@@ -103,9 +102,9 @@ def test_there_are_commands():
     assert len(COMMANDS) > 10
 
 
-@pytest.mark.parametrize("command", [c for c in COMMANDS if c.startswith(("python", "torchrun"))])
-def test_the_command_works(folder, command):
-    arguments = miniature(command)
+@pytest.mark.parametrize("line", [c for c in COMMANDS if c.startswith(("python", "torchrun"))])
+def test_the_command_works(folder, line):
+    arguments = miniature(line)
     assert run(folder, arguments)
 
 
@@ -133,7 +132,8 @@ def test_the_other_commands_are_in_the_makefile(command):
 
 def test_the_example_in_python_works(folder):
     (code,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-    assert run(folder, ["-c", code]).strip()
+    (folder / "example.py").write_text(code)
+    assert run(folder, ["example.py"]).strip()
 
 
 def test_every_file_that_the_readme_names_is_there():

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from commands import command
 from wandb_server import wandb_server
 
 import train
@@ -184,9 +185,7 @@ def test_a_checkpoint_is_evaluated_without_the_tokenizer_file_that_it_was_traine
     ByteTokenizer().save(tmp_path / "elsewhere")
     folder = run("borrowed", "tokenizer=saved", f"tokenizer.path={tmp_path / 'elsewhere'}")
     shutil.rmtree(tmp_path / "elsewhere")
-    arguments = [sys.executable, str(REPOSITORY / "scripts" / "evaluate.py"), f"checkpoint={folder}"]
-    environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
-    result = subprocess.run(arguments, capture_output=True, text=True, env=environment)
+    result = command("-m", "scripts.evaluate", f"checkpoint={folder}")
     assert result.returncode == 0, result.stderr
     assert f"loss           {rows(folder)[-1]['validation_loss']:.4f}" in result.stdout
 
@@ -545,11 +544,11 @@ def test_a_wandb_server_that_dies_changes_no_row(run, monkeypatch, capsys):
 
 def test_the_jobs_of_a_multirun_are_runs_of_one_group(tmp_path, monkeypatch):
     with wandb_server() as server:
-        online = os.environ | {"WANDB_BASE_URL": server.url, "WANDB_API_KEY": "k" * 40}
-        arguments = [sys.executable, str(REPOSITORY / "train.py"), "-m", "seed=1,2", "experiment=smoke", "steps=4"]
+        online = {"WANDB_BASE_URL": server.url, "WANDB_API_KEY": "k" * 40}
+        arguments = [str(REPOSITORY / "train.py"), "-m", "seed=1,2", "experiment=smoke", "steps=4"]
         arguments += ["schedule.warmup=1", "every.evaluate=2", "every.checkpoint=2"]
         arguments += ["tracking.mode=auto", "tracking.artifacts=true"]
-        result = subprocess.run(arguments, capture_output=True, text=True, env=online, timeout=120)
+        result = command(*arguments, **online)
         assert result.returncode == 0, result.stderr
     (sweep,) = (tmp_path / "runs").iterdir()
     assert [run.name for run in server.runs.values()] == [f"{sweep.name}/0", f"{sweep.name}/1"]

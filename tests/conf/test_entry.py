@@ -1,17 +1,11 @@
 """The command line, in processes of its own."""
 
 import re
-import subprocess
-import sys
 
 import pytest
+from commands import command
 
 from conf.entry import REPOSITORY, run_dir
-
-
-def command(*arguments: str) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=120)
-
 
 TRAIN = str(REPOSITORY / "train.py")
 
@@ -47,8 +41,7 @@ def test_a_users_mistake_is_one_line_and_exit_code_2(arguments, message, tmp_pat
 def test_an_empty_folder_survives_a_mistake(tmp_path):
     empty = tmp_path / "empty"
     empty.mkdir()
-    arguments = [sys.executable, "-m", "scripts.generate", "checkpoint=nowhere"]
-    assert subprocess.run(arguments, cwd=empty, capture_output=True, timeout=120).returncode == 2
+    assert command("-m", "scripts.generate", "checkpoint=nowhere", cwd=empty).returncode == 2
     assert empty.exists() and not list(empty.iterdir())
 
 

@@ -1,17 +1,14 @@
 """Datasets of the Hub, through the real `datasets`, from a server of our own."""
 
-import os
 import re
-import subprocess
-import sys
 from dataclasses import asdict
 from pathlib import Path
 
 import pyarrow
 import pyarrow.parquet
 import pytest
+from commands import command
 
-from conf.entry import REPOSITORY
 from data import prepare as prepare_module
 from data.corpus import open_corpus
 
@@ -33,15 +30,10 @@ def run(hub, tmp_path, *arguments, **environment):
     action = [word for word in arguments[:1] if "=" not in word]
     arguments = arguments[len(action) :]
     settings = ["data=hub", "data.repo=someone/stories", "data.column=story", "data.validation_share=0.1"]
-    return subprocess.run(
-        [sys.executable, "-m", "scripts.prepare", *action, *settings, "tokenizer=bytes", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        env=os.environ
-        | {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "hf"), "PYTHONPATH": str(REPOSITORY)}
-        | {"HF_DATASETS_STREAMING_READ_MAX_RETRIES": "2"}
-        | environment,
+    environment = {"HF_DATASETS_STREAMING_READ_MAX_RETRIES": "2"} | environment
+    return command(
+        *("-m", "scripts.prepare", *action, *settings, "tokenizer=bytes", *arguments),
+        **{"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "hf")} | environment,
     )
 
 

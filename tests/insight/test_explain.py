@@ -2,14 +2,12 @@
 
 import io
 import json
-import os
 import re
-import subprocess
 import sys
 
 import pytest
+from commands import command
 
-from conf.entry import REPOSITORY
 from conf.schema import Explain
 from data.tokenizer import CharacterTokenizer
 from insight.induction import INDUCTION, PREVIOUS, SINK, WATCHER, induction_model
@@ -212,12 +210,11 @@ def test_without_captum_attention_asks_which_token_matters(run, monkeypatch):
 
 
 def test_it_is_a_command(folder, tmp_path):
-    command = [sys.executable, "-m", "scripts.explain", f"checkpoint={folder}"]
-    options = {"capture_output": True, "text": True, "env": {**os.environ, "PYTHONPATH": str(REPOSITORY)}}
-    good = subprocess.run([*command, "method=lens", "--", "_cabda"], **options)
+    explain = "-m", "scripts.explain", f"checkpoint={folder}"
+    good = command(*explain, "method=lens", "--", "_cabda")
     assert good.returncode == 0, good.stderr
     assert "block 1    b            0.99" in good.stdout
-    bad = subprocess.run([*command, "answer=ab", "--", "_cabda"], **options)
+    bad = command(*explain, "answer=ab", "--", "_cabda")
     assert (bad.returncode, bad.stdout) == (2, "")
     assert bad.stderr == "error: answer must be one token, got 2 in 'ab': a | b\n"
     assert {path.name for path in tmp_path.iterdir()} <= {"step", ".home"}

@@ -3,11 +3,10 @@
 import functools
 import math
 import re
-import subprocess
-import sys
 
 import pytest
 import torch
+from commands import command
 
 from conf.entry import REPOSITORY
 from conf.schema import Lessons
@@ -367,8 +366,7 @@ def test_without_a_name_it_lists_them_a_line_each(capsys):
 
 
 def test_a_lesson_from_the_command_line(tmp_path):
-    command = [sys.executable, "-m", "scripts.lessons", "retrieval", f"plot={tmp_path}/books.png"]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=REPOSITORY)
+    result = command("-m", "scripts.lessons", "retrieval", f"plot={tmp_path}/books.png", cwd=REPOSITORY)
     assert result.returncode == 0, result.stderr
     assert result.stdout == f"{page('retrieval', measured('retrieval'))}\n\n{tmp_path}/books.png\n"
     assert (tmp_path / "books.png").read_bytes().startswith(b"\x89PNG")

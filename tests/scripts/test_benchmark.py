@@ -1,9 +1,8 @@
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import torch
+from commands import command
 
 from conf.entry import REPOSITORY
 from model.generation import next_logits
@@ -12,11 +11,8 @@ from scripts.benchmarks.train import lengths, training
 
 
 def test_the_benchmark_of_data_measures_both_sides(monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
     arguments = ["data", "--source", "repository", "--megabytes", "1", "--rounds", "1", "--json", "out.json"]
-    result = subprocess.run(
-        [sys.executable, "-m", "scripts.benchmark", *arguments], capture_output=True, text=True, timeout=200
-    )
+    result = command("-m", "scripts.benchmark", *arguments)
     assert result.returncode == 0, result.stderr
     writing, reading = json.loads(Path("out.json").read_text())["results"]
     assert [name.split(",")[0] for name in writing["measured"]] == ["inkling", "datasets.map"]

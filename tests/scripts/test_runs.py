@@ -2,11 +2,10 @@
 
 import json
 import os
-import subprocess
-import sys
 import time
 
 import pytest
+from commands import command
 
 from scripts import runs
 
@@ -33,10 +32,6 @@ def make(tmp_path):
     return write
 
 
-def command(*arguments: str) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, "-m", "scripts.runs", *arguments], capture_output=True, text=True)
-
-
 def table(text: str) -> list[list[str]]:
     return [line.split() for line in text.splitlines()]
 
@@ -50,7 +45,7 @@ def test_the_list_has_a_line_a_run_also_for_those_of_a_sweep_and_broken_ones(mak
     for age, name in enumerate(("fresh", "broken", "sweep/0", "whole")):
         then = time.time() - (0, 90, 7200, 200000)[age]
         os.utime(tmp_path / "runs" / name / "metrics.jsonl", (then, then))
-    result = command("list")
+    result = command("-m", "scripts.runs", "list")
     assert result.returncode == 0, result.stderr
     assert table(result.stdout)[:5] == [
         ["run", "steps", "loss", "val", "bits", "params", "ended", "age"],
@@ -64,7 +59,7 @@ def test_the_list_has_a_line_a_run_also_for_those_of_a_sweep_and_broken_ones(mak
 def test_comparing_shows_the_settings_that_differ_and_the_last_figures(make):
     make("a", 1, [3.0, 2.0, 1.0], {1: 2.5, 2: 2.25})
     make("b", 2, [3.5, 2.5], {1: 2.0})
-    result = command("compare", "runs/a", "runs/b")
+    result = command("-m", "scripts.runs", "compare", "runs/a", "runs/b")
     assert result.returncode == 0, result.stderr
     settings, figures = result.stdout.strip().split("\n\n")
     assert table(settings) == [["setting", "a", "b"], ["seed", "1", "2"], ["model.d_model", "16", "32"]]
@@ -77,14 +72,14 @@ def test_comparing_shows_the_settings_that_differ_and_the_last_figures(make):
 def test_equal_settings_are_said_to_be_equal_and_a_missing_figure_is_a_dash(make):
     make("a", 1, [3.0], {1: 2.5})
     make("b", 1, [3.0], {})
-    result = command("compare", "runs/a", "runs/b")
+    result = command("-m", "scripts.runs", "compare", "runs/a", "runs/b")
     assert "no setting differs" in result.stdout
     assert ["validation_loss", "2.5", "-"] in table(result.stdout)
 
 
 def test_a_picture_is_made(make, tmp_path):
     make("sweep/0", 1, [3.0, 2.0, 1.0], {1: 2.5, 3: 2.25})
-    result = command("plot", "runs/sweep/0", "--output", "picture.png")
+    result = command("-m", "scripts.runs", "plot", "runs/sweep/0", "--output", "picture.png")
     assert result.returncode == 0, result.stderr
     assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
     assert runs.name(tmp_path / "runs" / "sweep" / "0") == "sweep/0"
@@ -101,13 +96,13 @@ def test_a_picture_is_made(make, tmp_path):
     ],
 )
 def test_a_mistake_is_one_line(arguments, message):
-    result = command(*arguments)
+    result = command("-m", "scripts.runs", *arguments)
     assert result.returncode == 2
     assert result.stderr.startswith(f"error: {message}") and result.stderr.count("\n") == 1
 
 
 def test_a_damaged_config_is_named(make):
     (make("a", 1, [3.0], {}) / "config.yaml").write_text("a: [")
-    result = command("compare", "runs/a", "runs/a")
+    result = command("-m", "scripts.runs", "compare", "runs/a", "runs/a")
     assert result.returncode == 2 and "runs/a/config.yaml is damaged" in result.stderr
     assert result.stderr.count("\n") == 1

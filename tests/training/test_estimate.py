@@ -1,12 +1,11 @@
 """What is foretold, beside what happens."""
 
 import gc
-import subprocess
-import sys
 from dataclasses import asdict
 
 import pytest
 import torch
+from commands import command
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -199,8 +198,7 @@ def test_a_dry_run_reads_nothing_and_leaves_nothing(tmp_path, several):
     folder = tmp_path / "empty"
     folder.mkdir()
     words = ["dry_run=true", "experiment=fineweb_124m", "data=files", "data.paths=[nowhere.txt]", *several]
-    command = [sys.executable, str(REPOSITORY / "train.py"), *words]
-    result = subprocess.run(command, capture_output=True, text=True, cwd=folder, timeout=120)
+    result = command(str(REPOSITORY / "train.py"), *words, cwd=folder)
     assert result.returncode == 0, result.stderr
     assert "123,588,864" in result.stdout and "50,257 (gpt2)" in result.stdout
     assert not list(folder.glob("runs/*")) and not list(folder.glob("corpora"))

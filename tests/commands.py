@@ -1,0 +1,46 @@
+"""`python ARGUMENTS` for tests: each in a process of its own, forked from one that has imported train.py already.
+
+So the seconds of the imports are paid once a worker. Signals, ranks, and how modules are found are tested in processes
+that begin from nothing.
+"""
+
+import multiprocessing
+import os
+import runpy
+import sys
+from pathlib import Path
+from subprocess import CompletedProcess, TimeoutExpired
+from tempfile import TemporaryDirectory
+
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(["train"])
+
+
+def command(*arguments: str, cwd: str | Path = ".", timeout: float = 200, **environment: str) -> CompletedProcess:
+    """As subprocess.run([sys.executable, *arguments], capture_output=True, text=True) for FILE ... and -m MODULE ..."""
+    with TemporaryDirectory() as folder:
+        outputs = Path(folder, "stdout"), Path(folder, "stderr")
+        process = FORKS.Process(target=_be, args=(arguments, os.path.abspath(cwd), os.environ | environment, outputs))
+        process.start()
+        process.join(timeout)
+        if process.exitcode is None:
+            process.kill()
+            process.join()
+            raise TimeoutExpired(arguments, timeout, *(path.read_text() for path in outputs))
+        return CompletedProcess(arguments, process.exitcode, *(path.read_text() for path in outputs))
+
+
+def _be(arguments: tuple[str, ...], folder: str, environment: dict[str, str], outputs: tuple[Path, Path]):
+    """Becomes that command."""
+    for number, path in enumerate(outputs, 1):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), number)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(folder)
+    if arguments[0] == "-m":
+        sys.argv = list(arguments[1:])
+        runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = list(arguments)
+        runpy.run_path(arguments[0], run_name="__main__")
