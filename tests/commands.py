@@ -1,4 +1,4 @@
-"""`python ARGUMENTS` for tests: each in a process of its own, forked from one that has imported train.py already.
+"""`python ARGUMENTS` for tests: each in a process of its own, forked from one that has imported all that takes long.
 
 So the seconds of the imports are paid once a worker. Signals, ranks, and how modules are found are tested in processes
 that begin from nothing.
@@ -13,7 +13,7 @@ from subprocess import CompletedProcess, TimeoutExpired
 from tempfile import TemporaryDirectory
 
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["train"])
+FORKS.set_forkserver_preload(["train", "torch._inductor", "wandb"])
 
 
 def command(*arguments: str, cwd: str | Path = ".", timeout: float = 200, **environment: str) -> CompletedProcess:

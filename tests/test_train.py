@@ -602,9 +602,8 @@ def test_a_sweep_goes_through_submitit(tmp_path):
     """The launcher of SLURM, with submitit's executor for this machine in its place; then once more, to go on."""
     small = ["experiment=smoke", "every.sample=100", "hydra.sweep.dir=sweep", "hydra/launcher=submitit_local"]
     for steps in (2, 4):
-        command = [sys.executable, str(REPOSITORY / "train.py"), "-m", "seed=3,4", "resume=auto", *small]
-        command += [f"steps={steps}", "schedule.warmup=1", "hydra.launcher.timeout_min=5"]
-        result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=200)
+        more = [f"steps={steps}", "schedule.warmup=1", "hydra.launcher.timeout_min=5"]
+        result = command(str(REPOSITORY / "train.py"), "-m", "seed=3,4", "resume=auto", *small, *more)
         assert result.returncode == 0, result.stderr + result.stdout
     for job in ("0", "1"):
         folder = tmp_path / "sweep" / job
@@ -615,12 +614,12 @@ def test_a_sweep_goes_through_submitit(tmp_path):
 def test_the_whole_story_on_the_command_line(tmp_path):
     """`experiment=smoke`, then its checkpoint moved away and used without corpus, from another folder."""
 
-    def command(*arguments, cwd=tmp_path):
+    def anew(*arguments, cwd=tmp_path):  # finding its modules by itself
         result = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, cwd=cwd, timeout=120)
         assert result.returncode == 0, result.stderr
         return result
 
-    out = command(str(REPOSITORY / "train.py"), "experiment=smoke", "precision=bf16").stdout
+    out = anew(str(REPOSITORY / "train.py"), "experiment=smoke", "precision=bf16").stdout
     (folder,) = (tmp_path / "runs").iterdir()
     for expected in ("37,184 parameters", "step 20/20", "bits per byte", "def ", str(folder.name)):
         assert expected in out
@@ -637,10 +636,10 @@ def test_the_whole_story_on_the_command_line(tmp_path):
     for name in ("model", "conf", "data"):  # names that are ours too
         (away / name).mkdir(parents=True)
     arguments = ["-m", "scripts.generate", f"checkpoint={elsewhere}", "max_new_tokens=140", "num_samples=2"]
-    first, second = (command(*arguments, "--", "To", "be,", cwd=away) for _ in range(2))
+    first, second = (start(*arguments, "--", "To", "be,", cwd=away) for start in (anew, command))
     assert first.stdout == second.stdout
     assert first.stdout.count("To be,") == 2
     slides, report = first.stderr.splitlines()
     assert "longer than the context of 32 tokens" in slides and report.endswith("seed 0")
-    assert command("-m", "scripts.generate", f"checkpoint={elsewhere}", cwd=away).stdout  # an empty prompt is fine
+    assert command("-m", "scripts.generate", f"checkpoint={elsewhere}").stdout  # an empty prompt is fine
     assert {path.name for path in away.iterdir()} == {"model", "conf", "data"}

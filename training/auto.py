@@ -31,7 +31,10 @@ def choose_device(device: str, deterministic: bool = False) -> torch.device:
         raise ValueError(f"device {device} cannot be used here: {str(error).splitlines()[0]}") from error
     if chosen.type == "cuda":  # fp32 products by tensor cores
         torch.set_float32_matmul_precision("high")
-    torch.use_deterministic_algorithms(deterministic or chosen.type == "cpu")
+    if deterministic:
+        torch.use_deterministic_algorithms(True)
+    else:  # the same, but for the compiler, which takes a second to import
+        torch.set_deterministic_debug_mode("error" if chosen.type == "cpu" else "default")
     torch.utils.deterministic.fill_uninitialized_memory = False  # a tenth of a small step, and nobody reads it
     return chosen
 

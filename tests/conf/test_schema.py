@@ -42,9 +42,9 @@ def test_every_yaml_composes_and_builds(settings, override):
     build_optimizer(model, **settings)
     for step in range(0, cfg.steps, 7):
         assert rate_factor(step, cfg.steps, **asdict(cfg.schedule)) > 0
-    tokens = torch.randint(300, (1, cfg.seq_len))
+    tokens = torch.randint(300, (1, 32))
     loss, count = model(tokens, targets=tokens)
-    assert torch.isfinite(loss) and count == cfg.seq_len
+    assert torch.isfinite(loss) and count == 32
 
 
 def test_the_scripts_settings_compose(settings):

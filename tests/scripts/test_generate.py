@@ -8,6 +8,7 @@ import time
 
 import pytest
 import torch
+from commands import command
 
 from conf.entry import REPOSITORY
 from conf.schema import Generate, changed
@@ -250,9 +251,9 @@ def test_ctrl_c_leaves_the_lines_of_the_batch_as_far_as_they_are(writer, cfg, mo
 
 def test_a_file_without_prompts_is_refused(folder, tmp_path):
     (tmp_path / "empty.txt").touch()
-    process = start(folder, f"prompts_file={tmp_path}/empty.txt")
-    assert b"empty.txt holds no prompt" in process.communicate(timeout=60)[1]
-    assert process.returncode == 2
+    result = command("-m", "scripts.generate", f"checkpoint={folder}", f"prompts_file={tmp_path}/empty.txt")
+    assert "empty.txt holds no prompt" in result.stderr
+    assert result.returncode == 2
 
 
 # --- a prompt again and again ---------------------------------------------------------------------------------------
@@ -363,15 +364,17 @@ def test_ctrl_c_ends_the_command_with_what_was_written(folder):
 
 
 def test_the_same_seed_gives_the_same_text_after_a_restart_and_int8_writes_too(folder):
-    runs = [start(folder, *more, "--", "To be") for more in ([], [], ["seed=1"], ["quantize=int8"])]
-    texts = [process.communicate(timeout=120)[0] for process in runs]
-    assert [process.returncode for process in runs] == [0] * 4
-    assert texts[0] == texts[1] != texts[2]
-    assert texts[3].startswith(b"To be")
-    assert len(texts[3]) > 10
+    anew = start(folder, "--", "To be").communicate(timeout=120)[0].decode()
+    generate = "-m", "scripts.generate", f"checkpoint={folder}"
+    runs = [command(*generate, *more, "--", "To be") for more in ([], ["seed=1"], ["quantize=int8"])]
+    assert [result.returncode for result in runs] == [0] * 3
+    same, other, int8 = (result.stdout for result in runs)
+    assert anew == same != other
+    assert int8.startswith("To be")
+    assert len(int8) > 10
 
 
 def test_two_prompts_are_one_too_many(folder):
-    process = start(folder, "prompt_file=a.txt", "--", "To be")
-    assert b"error: one way to give a prompt is enough" in process.communicate(timeout=60)[1]
-    assert process.returncode == 2
+    result = command("-m", "scripts.generate", f"checkpoint={folder}", "prompt_file=a.txt", "--", "To be")
+    assert "error: one way to give a prompt is enough" in result.stderr
+    assert result.returncode == 2

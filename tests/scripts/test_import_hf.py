@@ -2,13 +2,11 @@
 
 import json
 import os
-import subprocess
-import sys
 
 import pytest
 import torch
+from commands import command
 
-from conf.entry import REPOSITORY
 from data.tokenizer import load_tokenizer
 from model import generate
 from scripts.import_hf import import_llama
@@ -92,13 +90,7 @@ def test_the_settings_of_older_files_mean_the_same(llama, tmp_path):
 
 
 def run(*arguments):
-    return subprocess.run(
-        [sys.executable, "-m", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
-    )
+    return command("-m", *arguments)
 
 
 def test_the_command_writes_a_checkpoint_that_writes_text(llama, llama_tokenizer):

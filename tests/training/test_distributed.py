@@ -189,7 +189,7 @@ def worker(launcher: int, rank: int) -> int:
 def test_a_rank_that_dies_or_hangs(launched, tmp_path, number, restarts):
     """Dead, torchrun starts all again, from the last checkpoint; hung, the run ends and names the rank."""
     write_text(tmp_path)
-    steps = 400 if number == signal.SIGKILL else 100000
+    steps = 200 if number == signal.SIGKILL else 100000
     own = [
         "every.checkpoint=20",
         "every.evaluate=1000",
