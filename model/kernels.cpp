@@ -331,6 +331,25 @@ void silu_times_backward(const Tensor& dy, const Tensor& gate, const Tensor& up,
   });
 }
 
+// x with a share of its numbers set to zero and the others times 1 / (1 - share). Which, is a hash of seed and place
+// (two rounds of "lowbias32", Wellons, 2018): the same for x and for its gradient, and nothing to be kept.
+void dropout(const Tensor& x, Tensor out, double share, int64_t seed) {
+  STD_TORCH_CHECK(x.is_contiguous() && out.is_contiguous() && x.numel() == out.numel(), "must be contiguous, and fit");
+  typedef uint32_t Words __attribute__((vector_size(4 * LANES)));
+  const Words places{0, 1, 2, 3, 4, 5, 6, 7};
+  const uint32_t low = seed, high = seed >> 32, bound = std::min(share * 0x1p32, 0x1p32 - 1);
+  const float scale = 1 / (1 - share);
+  each(x.numel(), [=, a = numbers(x), b = numbers(out)](int64_t i, int64_t n) {
+    Words word = places + ((uint32_t)i + low);
+    for (int round = 0; round < 2; ++round) {
+      word = (word ^ (word >> 16)) * 0x21f0aaadu;
+      word = (word ^ (word >> 15)) * 0x735a2d97u;
+      word = (word ^ (word >> 15)) ^ high;
+    }
+    store(b + i, word >= bound ? load(a + i, n) * scale : Lanes{}, n);
+  });
+}
+
 // Logits (rows vocab) become the gradient of the summed loss; gives each row's loss. A negative target has neither.
 Tensor cross_entropy(Tensor logits, const Tensor& targets) {
   const int64_t rows = logits.size(0), vocab = logits.size(1);
@@ -379,6 +398,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(inkling, library) {
               " bool interleaved) -> (Tensor, Tensor)");
   library.def("silu_times(Tensor gate, Tensor up, Tensor(a!) out) -> ()");
   library.def("silu_times_backward(Tensor dy, Tensor gate, Tensor up, Tensor(a!) dgate, Tensor(b!) dup) -> ()");
+  library.def("dropout(Tensor x, Tensor(a!) out, float share, int seed) -> ()");
   library.def("cross_entropy(Tensor(a!) logits, Tensor targets) -> Tensor");
 }
 
@@ -390,5 +410,6 @@ STABLE_TORCH_LIBRARY_IMPL(inkling, CPU, library) {
   library.impl("norm_turn_backward", TORCH_BOX(&norm_turn_backward));
   library.impl("silu_times", TORCH_BOX(&silu_times));
   library.impl("silu_times_backward", TORCH_BOX(&silu_times_backward));
+  library.impl("dropout", TORCH_BOX(&dropout));
   library.impl("cross_entropy", TORCH_BOX(&cross_entropy));
 }

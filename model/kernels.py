@@ -173,6 +173,28 @@ def gated_linear(gate: Tensor, up: Tensor, weight: Tensor) -> Tensor:
     return _GatedLinear.apply(gate, up, weight)
 
 
+class _Dropout(Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, p: float, seed: int) -> Tensor:
+        ctx.p, ctx.seed = p, seed
+        y = torch.empty_like(x, memory_format=torch.contiguous_format)
+        torch.ops.inkling.dropout(x.contiguous(), y, p, seed)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy: Tensor):
+        return _Dropout.apply(dy, ctx.p, ctx.seed), None, None
+
+
+def dropout(x: Tensor, p: float) -> Tensor:
+    """x, each number zero with probability p and else times 1 / (1 - p), by one draw of torch's generator.
+
+    The backward pass finds the same numbers again by that draw; no mask is held.
+    """
+    return _Dropout.apply(x, p, torch.randint(2**63 - 1, ()).item())
+
+
 class _HeadLoss(Function):
     @staticmethod
     def forward(ctx, hidden: Tensor, weight: Tensor, targets: Tensor, dtype: torch.dtype, gradients: bool) -> Tensor:
@@ -287,6 +309,11 @@ class KernelAttention(CausalMultiHeadAttention):
         return self.wo(rearrange(y, "b h s d -> b s (h d)"))
 
 
+class KernelDropout(nn.Dropout):
+    def forward(self, x: Tensor) -> Tensor:
+        return dropout(x, self.p) if self.training and 0 < self.p < 1 and covers(x) else super().forward(x)
+
+
 class KernelGPT(GPT):
     def loss(self, x: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         if not (_are_linear(self.head) and covers(x, self.head.weight)):
@@ -296,6 +323,7 @@ class KernelGPT(GPT):
 
 KERNELS = {
     nn.Linear: KernelLinear,
+    nn.Dropout: KernelDropout,
     RMSNorm: KernelRMSNorm,
     SwiGLU: KernelSwiGLU,
     CausalMultiHeadAttention: KernelAttention,

@@ -1,4 +1,5 @@
 import copy
+import math
 import os
 import pickle
 import shlex
@@ -164,6 +165,36 @@ def test_gates_that_are_far_open_or_shut():
     torch.testing.assert_close(y, silu(gate), rtol=1e-5, atol=1e-30, equal_nan=True)
 
 
+@pytest.mark.parametrize("p", [0.05, 0.5, 0.999])
+def test_dropout(p):
+    """Nothing but zeros and scaled numbers, as many as p says, without a pattern; the same in the gradient."""
+    n = 100_003
+    x = torch.rand(n).add_(0.5).requires_grad_()
+    masks = []
+    for _ in range(2):
+        y = kernels.dropout(x, p)
+        kept = y != 0
+        torch.testing.assert_close(y, x * kept / (1 - p))
+        (slope,) = torch.autograd.grad((y * x.detach()).sum(), x)
+        torch.testing.assert_close(slope, x * kept / (1 - p))
+        masks.append((kept.double() - (1 - p)) / math.sqrt(p * (1 - p)))
+    one, other = masks
+    pairs = [(one, torch.ones(n)), (one, other), (one[1:], other[:-1]), *((one[d:], one[:-d]) for d in (1, 2, 8, 128))]
+    for a, b in pairs:
+        assert abs((a * b).sum().item()) < 4.5 * math.sqrt(len(a))  # of sums that are normal with sqrt(n)
+
+
+def test_dropout_is_a_function_of_the_generator_and_of_nothing_else():
+    x = torch.rand(300, 70)
+    torch.manual_seed(5)
+    one, two = kernels.dropout(x, 0.5), kernels.dropout(x, 0.5)
+    assert not torch.equal(one, two)
+    torch.manual_seed(5)
+    torch.set_num_threads(2)
+    assert torch.equal(kernels.dropout(x, 0.5), one)
+    assert torch.equal(kernels.dropout(x.t().contiguous().t(), 0.5), two)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("shape", [(1, 3, 2), (100, 16, 5), (300, 33, 70), (150, 8, 20000)], ids=str)
 def test_the_loss_in_pieces_is_the_loss(shape, dtype):
@@ -310,8 +341,9 @@ def test_a_model_learns_by_kernels_what_it_learns_without(arguments, small):
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
 def test_every_layer_calls_the_kernels(small, monkeypatch, dropout):
     _, fast = pair(small, qk_norm=True, dropout=dropout, attention_dropout=0.0)
+    fast.train()
     called = []
-    for name in ("linear", "attention", "norm_rotate", "gated_linear", "head_cross_entropy"):
+    for name in ("linear", "attention", "norm_rotate", "gated_linear", "dropout", "head_cross_entropy"):
         function = getattr(kernels, name)
         monkeypatch.setattr(kernels, name, lambda *x, f=function, name=name, **y: called.append(name) or f(*x, **y))
     tokens = torch.randint(17, (4, 30))
@@ -319,12 +351,13 @@ def test_every_layer_calls_the_kernels(small, monkeypatch, dropout):
         gradients(fast, tokens=tokens, targets=tokens)
     assert counter.get_total_flops() == 0  # no product is left to torch
     counts = {"linear": 6, "attention": 2, "norm_rotate": 9, "gated_linear": 2, "head_cross_entropy": 1}
+    counts |= {"dropout": 5 if dropout else 0}
     assert {name: called.count(name) for name in counts} == counts
 
 
-@pytest.mark.parametrize("how", ["float64", "bfloat16", "autocast", "dropout", "few rows"])
+@pytest.mark.parametrize("how", ["float64", "bfloat16", "autocast", "attention dropout", "few rows"])
 def test_what_the_kernels_do_not_cover_goes_on_as_before(how, small):
-    plain, fast = pair(small, dropout=0.5 if how == "dropout" else 0.0)
+    plain, fast = pair(small, attention_dropout=0.5 if how == "attention dropout" else 0.0)
     tokens = torch.randint(17, (1, 3) if how == "few rows" else (4, 30))
     for model in (plain, fast):
         model.to({"float64": torch.float64, "bfloat16": torch.bfloat16}.get(how, torch.float32)).train()
@@ -335,7 +368,9 @@ def test_what_the_kernels_do_not_cover_goes_on_as_before(how, small):
             results.append(gradients(model, tokens=tokens, targets=tokens))
     for name, value in results[0].items():
         tolerance = (
-            {"rtol": 1e-5, "atol": 2e-5 * value.abs().max().item()} if how == "dropout" else {"rtol": 0, "atol": 0}
+            {"rtol": 1e-5, "atol": 2e-5 * value.abs().max().item()}
+            if how == "attention dropout"
+            else {"rtol": 0, "atol": 0}
         )
         torch.testing.assert_close(results[1][name], value, **tolerance)
 
