@@ -87,14 +87,28 @@ def orthogonalised(x: Tensor, steps: int = 5) -> Tensor:
     """Matrices x (n rows columns), rows <= columns, with all singular values brought near 1.
 
     Newton-Schulz iteration with the coefficients of "Muon" (Jordan, 2024), which do not converge but reach 0.7 to 1.2
-    in few steps. All n in one batch of products.
+    in few steps: x becomes f(x x^T) x, with f(g) = a I + b g + c g^2. All n in one batch of products. On a CPU in fp32
+    they are exact enough to collect these factors first, from products of the small x x^T alone: a third less time.
     """
     a, b, c = 3.4445, -4.7750, 2.0315
+
+    def f(gram: Tensor) -> Tensor:
+        y = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        y.diagonal(dim1=-2, dim2=-1).add_(a)
+        return y
+
     x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
-    for _ in range(steps):
-        gram = x @ x.mT
-        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x
+    if x.device.type != "cpu" or x.dtype == torch.bfloat16:
+        for _ in range(steps):
+            x = f(x @ x.mT) @ x
+        return x
+    gram = x @ x.mT
+    factor = factors = f(gram)
+    for _ in range(steps - 1):
+        gram = factor @ gram @ factor  # they commute
+        factor = f(gram)
+        factors = factor @ factors
+    return factors @ x
 
 
 class Muon(torch.optim.Optimizer):

@@ -50,6 +50,20 @@ def test_newton_schulz_brings_every_singular_value_near_one_and_keeps_the_singul
     assert values.min() > 0.5 and values.max() < 1.3
 
 
+@pytest.mark.parametrize(("dtype", "near"), [(torch.float64, 1e-9), (torch.float32, 1e-3), (torch.bfloat16, 0.2)])
+@pytest.mark.parametrize("smallest", [1.0, 1e-2, 1e-5, 0.0])
+def test_newton_schulz_is_its_polynomial_of_every_singular_value(dtype, near, smallest):
+    """In either way to compute it, for matrices that lack a direction too, and for none at all."""
+    u, _, v = torch.linalg.svd(torch.randn(4, 24, 70, dtype=torch.float64), full_matrices=False)
+    values = torch.linspace(1, smallest, 24, dtype=torch.float64).expand(4, 24).clone()
+    values[3] = 0
+    expected = values / (values.norm(dim=-1, keepdim=True) + 1e-7)
+    for _ in range(5):
+        expected = 3.4445 * expected - 4.7750 * expected**3 + 2.0315 * expected**5
+    found = orthogonalised((u * values.unsqueeze(1) @ v).to(dtype)).double()
+    assert (found - u * expected.unsqueeze(1) @ v).abs().max() < near
+
+
 def test_muon_moves_each_head_equally_far_in_every_direction_however_large_its_gradient(small):
     model = small(d_model=16, n_heads=2, d_ff=24)
     give_gradients(model)
