@@ -25,7 +25,7 @@ from training.interruption import Interruption
 from training.metrics import MetricsLog, Screen, Stopwatch, peak_memory
 from training.optimizer import build_optimizer
 from training.run_folder import describe, differences, record_environment
-from training.schedule import rate_factor
+from training.schedule import rate_factor, row_length
 from training.step import compute_gradients, gradient_norm, micro_batches, update
 
 
@@ -95,7 +95,7 @@ def _train(cfg: Train, run: Path, group: str | None, began: float) -> int:
     torch.manual_seed(cfg.seed)
     device = auto.choose_device(cfg.device, cfg.deterministic)
     model = GPT(tokenizer.vocab_size, **asdict(cfg.model)).to(device)
-    n_parameters, flops = model.n_parameters(), estimate.flops_per_token(model, cfg.seq_len)
+    n_parameters = model.n_parameters()
     if weights_of is not None:
         checkpoint.check_same_model(weights_of, model)
         checkpoint.load_weights(weights_of, model)
@@ -125,7 +125,9 @@ def _train(cfg: Train, run: Path, group: str | None, began: float) -> int:
     print(f"run       {run}")
     print(f"text      {len(corpus.train):,} tokens to learn from, {len(corpus.validation):,} held out, {corpus.folder}")
     print(f"model     {n_parameters:,} parameters, vocabulary {tokenizer.vocab_size:,}")
-    print(f"steps     {end - start} of {cfg.batch_tokens:,} tokens, {epochs:.1f} epochs")
+    shortest, longest = (row_length(t, cfg.steps, cfg.seq_len, cfg.seq_len_warmup) for t in (start, end - 1))
+    growing = f" in rows of {shortest} to {longest}" if shortest < longest else ""
+    print(f"steps     {end - start} of {cfg.batch_tokens:,} tokens{growing}, {epochs:.1f} epochs")
     print(f"device    {device}{shared}, " + ", ".join(f"{name} {value}" for name, value in choices.items()), flush=True)
 
     some = {name: some[: choices["micro_batch"]].to(device) for name, some in batches.batch(start).items()}
@@ -233,9 +235,9 @@ def _train(cfg: Train, run: Path, group: str | None, began: float) -> int:
         tracking.log_samples(wandb_run, samples)
         return text
 
-    def explain_nonfinite(step: int, batch: dict, loss: float, norm: float, rng: dict) -> str:
+    def explain_nonfinite(step: int, batch: dict, length: int, loss: float, norm: float, rng: dict) -> str:
         """Finds out where, and writes it down with the text of the batch; training is as it was before the step."""
-        pieces = list(micro_batches(batch, choices["micro_batch"]))
+        pieces = list(micro_batches(batch, choices["micro_batch"], length))
         searchable = ranks == 1 or cfg.parallel == "ddp"  # under fsdp ranks would have to search in step
         origin = guards.find_origin(model, pieces, autocast, rng) if searchable else guards.NOWHERE
         checkpoint.set_rng_state(rng)
@@ -290,6 +292,9 @@ def _train(cfg: Train, run: Path, group: str | None, began: float) -> int:
             due = {what: (step + 1) % n == 0 or step + 1 == cfg.steps for what, n in asdict(cfg.every).items()}
             due |= {"row": due["log"] or due["evaluate"], "checkpoint": due["checkpoint"] or step + 1 == end}
             factor = rate_factor(step, cfg.steps, **asdict(cfg.schedule))
+            before, length = (row_length(t, cfg.steps, cfg.seq_len, cfg.seq_len_warmup) for t in (step - 1, step))
+            if length != before:
+                guard.losses.clear()  # of rows that had less, or more, before them
             row = {"step": step + 1, "tokens": (step + 1) * cfg.batch_tokens, "epoch": batches.epoch(step + 1)}
             row |= {"lr": factor * cfg.optimizer.lr}
             if step in guard.skip:
@@ -307,6 +312,7 @@ def _train(cfg: Train, run: Path, group: str | None, began: float) -> int:
                         micro_batch=choices["micro_batch"],
                         count=sum(counts),
                         autocast=autocast,
+                        row_length=length,
                     )
                     norm = gradient_norm(optimizer, scaler)
                     loss = sum(distributed.gather(total.item())[0]) / sum(counts)
@@ -317,7 +323,7 @@ def _train(cfg: Train, run: Path, group: str | None, began: float) -> int:
                     )  # fp16: the scaler skips it, and shrinks
                     guard.passed_over()
                 elif not healthy:
-                    what = explain_nonfinite(step, batch, loss, norm.item(), rng)
+                    what = explain_nonfinite(step, batch, length, loss, norm.item(), rng)
                     if cfg.on_nonfinite == "stop" or guard.in_a_row >= cfg.max_skips:
                         ensure_saved(step)  # which has not seen this batch
                         saver.wait()
@@ -364,7 +370,7 @@ def _train(cfg: Train, run: Path, group: str | None, began: float) -> int:
                     last_step, last_seconds = step, seconds
                     row["clock"] = {"seconds": seconds, "tokens_per_second": speed, "memory_gib": peak_memory(device)}
                     if peak is not None:
-                        row["clock"]["mfu"] = flops * speed / (peak * ranks)
+                        row["clock"]["mfu"] = estimate.flops_per_token(model, length) * speed / (peak * ranks)
                     log.write(row)
                     tracking.log(wandb_run, row)
                     screen.report(step, row, (end - step) * cfg.batch_tokens / speed, keep=due["evaluate"])

@@ -158,6 +158,7 @@ class Train:
     batch_tokens: int = number(at_least=1)
     micro_batch: int | str
     seq_len: int = number(at_least=1)
+    seq_len_warmup: float = number(at_least=0, at_most=1)
     packing: str = one_of("stream", "documents")
     evaluation_tokens: int | None = number(at_least=1)
     dry_run: bool
@@ -510,6 +511,10 @@ def check_rules(cfg):
         )
     if cfg.attention == "fused" and m.soft_cap is not None:
         raise ValueError(f"attention=fused has no soft cap, got model.soft_cap {m.soft_cap}: take written or auto")
+    if cfg.seq_len_warmup and cfg.seq_len % 4:
+        raise ValueError(
+            f"seq_len_warmup begins with rows of a quarter of seq_len, which must be a multiple of 4, got {cfg.seq_len}"
+        )
     if cfg.seq_len > m.max_seq_len:
         raise ValueError(f"seq_len must be at most model.max_seq_len, got {cfg.seq_len} and {m.max_seq_len}")
     rows = cfg.batch_tokens // cfg.seq_len

@@ -88,6 +88,25 @@ def test_stopping_and_resuming_is_never_having_stopped(run, stop):
         assert same(state[name], resumed_state[name]), name
 
 
+@pytest.mark.parametrize("stop", [2, 3])
+def test_rows_that_grow_are_resumed_and_a_step_up_is_no_jump(run, monkeypatch, stop):
+    """Rows of 8, 16 and 32 tokens, before and behind the stop; what has seen none so long may lose more at first."""
+    lengths, real = [], train.compute_gradients
+
+    def watched(*arguments, **options):
+        lengths.append(options["row_length"])
+        real(*arguments, **options)
+        return torch.tensor(128.0 * lengths[-1] * (1 + 0.01 * (len(lengths) % 2)))  # it jumps where rows grow
+
+    monkeypatch.setattr(train, "compute_gradients", watched)
+    growing = ["seq_len_warmup=0.75", "spike_window=2", "on_spike=rollback", "spike_sigmas=10", "every.log=1"]
+    whole, parts = run("whole", *growing), run("parts", *growing, f"stop_after={stop}")
+    assert lengths == [8] * 3 + [16] * 3 + [32] * 2 + lengths[:stop]
+    run("parts", *growing, "resume=auto")
+    assert rows(parts) == rows(whole) and same(final(parts)[0], final(whole)[0])
+    assert rows(whole)[-1]["spikes"] == 0 and len(final(whole)[1]["guard"]["losses"]) == 2
+
+
 def test_a_resumed_run_says_what_has_changed_and_follows_it(run, capsys):
     folder = run("one", "stop_after=4")
     run("one", "resume=auto", "optimizer.weight_decay=0.3", "optimizer.betas=[0.8,0.9]")

@@ -1,4 +1,4 @@
-"""The learning rate as a pure function of the step."""
+"""The learning rate, and the length of rows, as pure functions of the step."""
 
 import math
 
@@ -20,3 +20,14 @@ def rate_factor(step: int, steps: int, *, warmup: int, decay: str, cooldown: flo
         "constant": 1.0,
     }[decay]
     return final + (1 - final) * remaining
+
+
+def row_length(step: int, steps: int, seq_len: int, warmup: float) -> int:
+    """Tokens that a row has in step 0 .. steps - 1.
+
+    In the first half of the share `warmup` of a run a quarter of seq_len, in the second half a half, then seq_len: what
+    is near is learned first, by shorter rows, which cost attention less ("The Stability-Efficiency Dilemma", 2022).
+    """
+    if step < warmup / 2 * steps:
+        return seq_len // 4
+    return seq_len // 2 if step < warmup * steps else seq_len

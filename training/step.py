@@ -8,10 +8,11 @@ from torch import Tensor, nn
 from training.distributed import size, synchronised, unshared
 
 
-def micro_batches(batch: dict[str, Tensor], rows: int) -> Iterator[dict[str, Tensor]]:
-    """A batch, `rows` rows at a time."""
+def micro_batches(batch: dict[str, Tensor], rows: int, row_length: int | None = None) -> Iterator[dict[str, Tensor]]:
+    """A batch, `rows` rows at a time, each of them cut into rows of row_length if that is given."""
     for pieces in zip(*(tensor.split(rows) for tensor in batch.values()), strict=True):
-        yield dict(zip(batch, pieces, strict=True))
+        length = row_length or pieces[0].shape[1]
+        yield {name: piece.reshape(-1, length) for name, piece in zip(batch, pieces, strict=True)}
 
 
 def compute_gradients(
@@ -22,16 +23,17 @@ def compute_gradients(
     micro_batch: int,
     count: float,
     autocast: torch.autocast,
+    row_length: int | None = None,
 ) -> Tensor:
     """Forward and backward over this rank's rows of a batch, micro_batch rows at a time -> their summed loss in nats.
 
     `forward` is the model, compiled or not, on one rank or several; `batch` holds what it is told, each (rows, s):
-    tokens, targets, and what else there is. Each piece's summed loss is divided by `count`, the number of targets of
-    the whole batch on all ranks, so that the gradient is that of the batch's mean, whatever the cut. (Ranks average
-    their gradients, hence their number.)
+    tokens, targets, and what else there is. Where row_length is given, which divides s, rows are cut into such. Each
+    piece's summed loss is divided by `count`, the number of targets of the whole batch on all ranks, so that the
+    gradient is that of the batch's mean, whatever the cut. (Ranks average their gradients, hence their number.)
     """
     total = torch.zeros((), device=batch["targets"].device)
-    pieces = list(micro_batches(batch, micro_batch))
+    pieces = list(micro_batches(batch, micro_batch, row_length))
     for i, piece in enumerate(pieces):
         with synchronised(forward, last=i == len(pieces) - 1):
             with autocast:

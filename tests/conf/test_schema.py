@@ -89,6 +89,7 @@ def test_the_scripts_settings_compose(settings):
         ("model.max_seq_len=64", "at most model.max_seq_len, got 128 and 64"),
         ("batch_tokens=1000", "batch_tokens must be a multiple of seq_len, got 1000"),
         ("micro_batch=7", "micro_batch must divide"),
+        (["seq_len_warmup=0.5", "seq_len=126", "batch_tokens=1008"], "must be a multiple of 4, got 126"),
         ("micro_batch=much", "micro_batch must be auto or a number"),
         ("compile=perhaps", "compile must be auto, true or false"),
         ("schedule.warmup=1000000", "schedule.warmup must be below steps"),

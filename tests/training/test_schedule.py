@@ -1,6 +1,6 @@
 import pytest
 
-from training.schedule import rate_factor
+from training.schedule import rate_factor, row_length
 
 
 def rates(decay: str, warmup: int = 10, final: float = 0.1) -> list[float]:
@@ -37,3 +37,9 @@ def test_wsd_is_level_and_falls_in_a_line_over_the_cooldown():
     assert set(values[:80]) == {2.0}
     assert values[90] == pytest.approx(1.0)
     assert values[-1] == pytest.approx(0.1)
+
+
+def test_rows_grow_to_a_half_and_to_the_whole():
+    assert [row_length(t, 10, 32, 0.6) for t in range(10)] == [8] * 3 + [16] * 3 + [32] * 4
+    assert {row_length(t, 10, 33, 0.0) for t in range(10)} == {33}
+    assert [row_length(t, 4, 32, 1.0) for t in range(4)] == [8, 8, 16, 16]

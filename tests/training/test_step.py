@@ -26,6 +26,23 @@ def one_step(model, tokens, targets, micro_batch, lr=1e-2, clip=1e9, optimizer=N
     return loss, norm
 
 
+def test_shorter_rows_are_rows_of_their_own(small):
+    """Of the same tokens: nothing of a row before the cut is seen behind it."""
+    tokens, targets = torch.randint(17, (4, 12)), torch.randint(17, (4, 12))
+    found = []
+    for shape, length in (((4, 12), 3), ((16, 3), None), ((4, 12), None)):
+        model, batch = small(), {"tokens": tokens.view(shape), "targets": targets.view(shape)}
+        scaler, autocast = torch.amp.GradScaler("cpu", enabled=False), auto.autocast(CPU, "fp32")
+        options = {"micro_batch": 2, "count": 48, "autocast": autocast, "row_length": length}
+        torch.manual_seed(1)
+        for parameter in model.parameters():
+            torch.nn.init.normal_(parameter, std=0.3)
+        loss = compute_gradients(model, scaler, batch, **options)
+        found.append([loss, *(parameter.grad for parameter in model.parameters())])
+    torch.testing.assert_close(found[0], found[1])
+    assert not torch.allclose(found[0][0], found[2][0])
+
+
 @pytest.mark.parametrize("micro_batch", [1, 2, 4])
 def test_accumulation_equals_the_large_batch(small, micro_batch):
     """Also when the pieces hold unequal numbers of targets."""
