@@ -4,6 +4,7 @@ import os
 import sys
 import time
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -125,8 +126,9 @@ def _train(cfg: Train, run: Path, group: str | None, began: float) -> int:
     print(f"run       {run}")
     print(f"text      {len(corpus.train):,} tokens to learn from, {len(corpus.validation):,} held out, {corpus.folder}")
     print(f"model     {n_parameters:,} parameters, vocabulary {tokenizer.vocab_size:,}")
-    shortest, longest = (row_length(t, cfg.steps, cfg.seq_len, cfg.seq_len_warmup) for t in (start, end - 1))
-    growing = f" in rows of {shortest} to {longest}" if shortest < longest else ""
+    length_of = partial(row_length, steps=cfg.steps, seq_len=cfg.seq_len, warmup=cfg.seq_len_warmup)
+    lengths = sorted({length_of(step) for step in range(start, end)})
+    growing = f" in rows of {', then '.join(map(str, lengths))}" if len(lengths) > 1 else ""
     print(f"steps     {end - start} of {cfg.batch_tokens:,} tokens{growing}, {epochs:.1f} epochs")
     print(f"device    {device}{shared}, " + ", ".join(f"{name} {value}" for name, value in choices.items()), flush=True)
 
@@ -139,7 +141,8 @@ def _train(cfg: Train, run: Path, group: str | None, began: float) -> int:
         compiling = time.perf_counter()
         # FSDP's hooks are on the model itself
         regional = ranks == 1 or cfg.parallel == "ddp"
-        forward = compile_forward(model, some, autocast, warn=print, regional=regional)
+        of_each_length = [next(micro_batches(some, choices["micro_batch"], length)) for length in lengths]
+        forward = compile_forward(model, of_each_length, autocast, warn=print, regional=regional)
         choices["compile"] = forward is not model
         print(f"{time.perf_counter() - compiling:.0f} s of compiling", flush=True)
     forward = distributed.spread(model, forward, cfg.parallel, choices["precision"])
@@ -292,9 +295,9 @@ def _train(cfg: Train, run: Path, group: str | None, began: float) -> int:
             due = {what: (step + 1) % n == 0 or step + 1 == cfg.steps for what, n in asdict(cfg.every).items()}
             due |= {"row": due["log"] or due["evaluate"], "checkpoint": due["checkpoint"] or step + 1 == end}
             factor = rate_factor(step, cfg.steps, **asdict(cfg.schedule))
-            before, length = (row_length(t, cfg.steps, cfg.seq_len, cfg.seq_len_warmup) for t in (step - 1, step))
-            if length != before:
-                guard.losses.clear()  # of rows that had less, or more, before them
+            length = length_of(step)
+            if length != length_of(max(0, step - 1)):
+                guard.losses.clear()  # a token has more before it now
             row = {"step": step + 1, "tokens": (step + 1) * cfg.batch_tokens, "epoch": batches.epoch(step + 1)}
             row |= {"lr": factor * cfg.optimizer.lr}
             if step in guard.skip:

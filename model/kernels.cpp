@@ -331,8 +331,9 @@ void silu_times_backward(const Tensor& dy, const Tensor& gate, const Tensor& up,
   });
 }
 
-// x with a share of its numbers set to zero and the others times 1 / (1 - share). Which, is a hash of seed and place
-// (two rounds of "lowbias32", Wellons, 2018): the same for x and for its gradient, and nothing to be kept.
+// x with a share of its numbers times zero and the others times 1 / (1 - share). Which, is a hash of seed and place (two
+// rounds of one of the best of "hash-prospector", Wellons, 2018): the same for x and for its gradient, with nothing to
+// be kept. For seeds that are drawn: of two that follow each other, one's choice is the other's, a place on.
 void dropout(const Tensor& x, Tensor out, double share, int64_t seed) {
   STD_TORCH_CHECK(x.is_contiguous() && out.is_contiguous() && x.numel() == out.numel(), "must be contiguous, and fit");
   typedef uint32_t Words __attribute__((vector_size(4 * LANES)));
@@ -346,7 +347,7 @@ void dropout(const Tensor& x, Tensor out, double share, int64_t seed) {
       word = (word ^ (word >> 15)) * 0x735a2d97u;
       word = (word ^ (word >> 15)) ^ high;
     }
-    store(b + i, word >= bound ? load(a + i, n) * scale : Lanes{}, n);
+    store(b + i, load(a + i, n) * (word >= bound ? Lanes{} + scale : Lanes{}), n);  // NaN stays NaN
   });
 }
 

@@ -182,13 +182,12 @@ class _Dropout(Function):
         return y
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, dy: Tensor):
         return _Dropout.apply(dy, ctx.p, ctx.seed), None, None
 
 
 def dropout(x: Tensor, p: float) -> Tensor:
-    """x, each number zero with probability p and else times 1 / (1 - p), by one draw of torch's generator.
+    """x, each number zero with probability p below 1, else times 1 / (1 - p), by one draw of torch's generator.
 
     The backward pass finds the same numbers again by that draw; no mask is held.
     """

@@ -1,9 +1,10 @@
 """`python ARGUMENTS` for tests: each in a process of its own, forked from one that has imported all that takes long.
 
-So the seconds of the imports are paid once a worker. Signals, ranks, and how modules are found are tested in processes
-that begin from nothing.
+So the seconds of the imports are paid once a worker. What is read while importing is that of the first test's
+environment. Signals, ranks, and how modules are found are tested in processes that begin from nothing.
 """
 
+import atexit
 import multiprocessing
 import os
 import runpy
@@ -11,6 +12,9 @@ import sys
 from pathlib import Path
 from subprocess import CompletedProcess, TimeoutExpired
 from tempfile import TemporaryDirectory
+from unittest import mock
+
+from conf.entry import REPOSITORY
 
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["train", "torch._inductor", "wandb"])
@@ -20,8 +24,11 @@ def command(*arguments: str, cwd: str | Path = ".", timeout: float = 200, **envi
     """As subprocess.run([sys.executable, *arguments], capture_output=True, text=True) for FILE ... and -m MODULE ..."""
     with TemporaryDirectory() as folder:
         outputs = Path(folder, "stdout"), Path(folder, "stderr")
+        for path in outputs:
+            path.touch()
         process = FORKS.Process(target=_be, args=(arguments, os.path.abspath(cwd), os.environ | environment, outputs))
-        process.start()
+        with mock.patch.dict(os.environ, PYTHONPATH=str(REPOSITORY)):  # for the first, which makes the server
+            process.start()
         process.join(timeout)
         if process.exitcode is None:
             process.kill()
@@ -33,14 +40,19 @@ def command(*arguments: str, cwd: str | Path = ".", timeout: float = 200, **envi
 def _be(arguments: tuple[str, ...], folder: str, environment: dict[str, str], outputs: tuple[Path, Path]):
     """Becomes that command."""
     for number, path in enumerate(outputs, 1):
-        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), number)
+        os.dup2(os.open(path, os.O_WRONLY), number)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)
-    if arguments[0] == "-m":
-        sys.argv = list(arguments[1:])
-        runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
-    else:
-        sys.argv = list(arguments)
-        runpy.run_path(arguments[0], run_name="__main__")
+    assert Path(sys.modules["train"].__file__).parent == REPOSITORY  # of this checkout, and preloaded
+    atexit._clear()
+    try:
+        if arguments[0] == "-m":
+            sys.argv = list(arguments[1:])
+            runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+        else:
+            sys.argv = list(arguments)
+            runpy.run_path(arguments[0], run_name="__main__")
+    finally:
+        atexit._run_exitfuncs()

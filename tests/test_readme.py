@@ -76,15 +76,15 @@ def run(folder, arguments) -> str:
     return result.stdout
 
 
-def miniature(command: str) -> list[str]:
+def miniature(line: str) -> list[str]:
     """The arguments of a command, with ours behind its own where it trains or prepares."""
-    program, *words = shlex.split(command)
+    program, *words = shlex.split(line)
     if program == "torchrun":
         at = words.index("train.py")
         restarts = [word for word in words[:at] if word in ("--max-restarts", "3")]
         ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *restarts]
         return [*ranks, *miniature(shlex.join(["python", *words[at:]]))]
-    assert program == "python", command
+    assert program == "python", line
     if words[0] == "train.py":
         own = words[1:]
         ours = [] if {"--help", "experiment=smoke"} & set(own) else [*TRAIN, *TEXT]
@@ -108,9 +108,9 @@ def test_the_command_works(folder, line):
     assert run(folder, arguments)
 
 
-@pytest.mark.parametrize("command", NETWORK)
-def test_what_needs_the_network_composes(settings, command):
-    program, *words = shlex.split(command)
+@pytest.mark.parametrize("line", NETWORK)
+def test_what_needs_the_network_composes(settings, line):
+    program, *words = shlex.split(line)
     if program == "wandb":
         assert words[0] in wandb_cli.commands
         assert all((REPOSITORY / word).is_file() for word in words if word.endswith(".yaml"))
@@ -123,9 +123,9 @@ def test_what_needs_the_network_composes(settings, command):
         settings(*(word for word in words[2:] if word != "merge"), config="prepare", kind=Prepare)
 
 
-@pytest.mark.parametrize("command", [c for c in COMMANDS if not c.startswith(("python", "torchrun"))])
-def test_the_other_commands_are_in_the_makefile(command):
-    program, target = command.split()
+@pytest.mark.parametrize("line", [c for c in COMMANDS if not c.startswith(("python", "torchrun"))])
+def test_the_other_commands_are_in_the_makefile(line):
+    program, target = line.split()
     assert program == "make"
     assert re.search(rf"^{target}:", (REPOSITORY / "Makefile").read_text(), re.MULTILINE)
 

@@ -107,6 +107,18 @@ def test_rows_that_grow_are_resumed_and_a_step_up_is_no_jump(run, monkeypatch, s
     assert rows(whole)[-1]["spikes"] == 0 and len(final(whole)[1]["guard"]["losses"]) == 2
 
 
+def test_rows_of_every_length_are_compiled_before_the_first_step(run, monkeypatch):
+    shapes = []
+    monkeypatch.setattr(
+        train,
+        "compile_forward",
+        lambda model, batches, *_, **__: shapes.append([b["tokens"].shape for b in batches]) or model,
+    )
+    run("whole", "compile=true", "seq_len_warmup=0.75", "stop_after=4")
+    run("whole", "compile=true", "seq_len_warmup=0.75", "resume=auto")
+    assert shapes == [[(8, 8), (4, 16)], [(4, 16), (2, 32)]]
+
+
 def test_a_resumed_run_says_what_has_changed_and_follows_it(run, capsys):
     folder = run("one", "stop_after=4")
     run("one", "resume=auto", "optimizer.weight_decay=0.3", "optimizer.betas=[0.8,0.9]")

@@ -5,6 +5,7 @@ A run saves its choices and a resumed run keeps them.
 
 import os
 import shutil
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -31,9 +32,9 @@ def choose_device(device: str, deterministic: bool = False) -> torch.device:
         raise ValueError(f"device {device} cannot be used here: {str(error).splitlines()[0]}") from error
     if chosen.type == "cuda":  # fp32 products by tensor cores
         torch.set_float32_matmul_precision("high")
-    if deterministic:
-        torch.use_deterministic_algorithms(True)
-    else:  # the same, but for the compiler, which takes a second to import
+    if deterministic or "torch._inductor" in sys.modules:
+        torch.use_deterministic_algorithms(deterministic or chosen.type == "cpu")
+    else:  # the same without the compiler's own flag, whose import takes a second
         torch.set_deterministic_debug_mode("error" if chosen.type == "cpu" else "default")
     torch.utils.deterministic.fill_uninitialized_memory = False  # a tenth of a small step, and nobody reads it
     return chosen

@@ -32,12 +32,12 @@ def by_regions(model: GPT) -> GPT:
 
 def compile_forward(
     model: GPT,
-    batch: dict[str, Tensor],
+    batches: list[dict[str, Tensor]],
     autocast: torch.autocast,
     warn: Callable[[str], None],
     regional: bool = True,
 ) -> Callable:
-    """A compiled model(**batch) for exactly these shapes, tried out; the model itself if that fails.
+    """A compiled model(**batch) for batches of exactly these shapes, tried out; the model itself if that fails.
 
     `regional`: see by_regions; otherwise the whole model at once, which takes as many times as long as it has blocks.
     The model stays as it is, for evaluation and sampling in other shapes, and shares its weights with the result. The
@@ -45,13 +45,14 @@ def compile_forward(
     """
     keep_what_is_compiled()
     compiled = by_regions(model) if regional else torch.compile(model, dynamic=False)
-    device = batch["tokens"].device
+    device = batches[0]["tokens"].device
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices):
         try:
-            with autocast:
-                loss, _ = compiled(**batch)
-            loss.backward()
+            for batch in batches:
+                with autocast:
+                    loss, _ = compiled(**batch)
+                loss.backward()
         except Exception as error:  # of many kinds: no compiler, no headers, an operation that is not covered
             reason = next(iter(str(error).splitlines()), "")
             warn(f"torch.compile failed, going on without: {type(error).__name__}: {reason}")

@@ -17,9 +17,9 @@ from training.checkpoint import set_rng_state
 class Guard:
     """What a run remembers of its steps, to be saved with it.
 
-    losses: of the last steps. skip: steps whose batch is passed over. skipped: steps that changed no weight, so or
-    because their numbers were not finite. in_a_row: how many of the latter came last, one after the other. spikes:
-    losses more than so many standard deviations above the mean of those before.
+    losses: of the last steps, with rows as long as now. skip: steps whose batch is passed over. skipped: steps that
+    changed no weight, so or because their numbers were not finite. in_a_row: how many of the latter came last, one
+    after the other. spikes: losses more than so many standard deviations above the mean of those before.
     """
 
     losses: list[float] = field(default_factory=list)

@@ -11,7 +11,7 @@ from training.distributed import size, synchronised, unshared
 def micro_batches(batch: dict[str, Tensor], rows: int, row_length: int | None = None) -> Iterator[dict[str, Tensor]]:
     """A batch, `rows` rows at a time, each of them cut into rows of row_length if that is given."""
     for pieces in zip(*(tensor.split(rows) for tensor in batch.values()), strict=True):
-        length = row_length or pieces[0].shape[1]
+        length = pieces[0].shape[1] if row_length is None else row_length
         yield {name: piece.reshape(-1, length) for name, piece in zip(batch, pieces, strict=True)}
 
 
@@ -28,7 +28,8 @@ def compute_gradients(
     """Forward and backward over this rank's rows of a batch, micro_batch rows at a time -> their summed loss in nats.
 
     `forward` is the model, compiled or not, on one rank or several; `batch` holds what it is told, each (rows, s):
-    tokens, targets, and what else there is. Where row_length is given, which divides s, rows are cut into such. Each
+    tokens, targets, and what else there is. Where row_length is given, which divides s, rows are cut into such, each
+    with the token_positions that it had, if there are any. Each
     piece's summed loss is divided by `count`, the number of targets of the whole batch on all ranks, so that the
     gradient is that of the batch's mean, whatever the cut. (Ranks average their gradients, hence their number.)
     """

@@ -142,7 +142,7 @@ def inkling(s: Shape, precision: str, how: str) -> Callable[[], object]:
     def step():
         nonlocal forward
         if forward is None:
-            forward = compile_forward(model, batch, autocast, print) if how == "compiled" else model
+            forward = compile_forward(model, [batch], autocast, print) if how == "compiled" else model
         compute_gradients(forward, scaler, batch, micro_batch=s.rows, count=s.targets.numel(), autocast=autocast)
         update(optimizer, scaler, factor=1.0, norm=gradient_norm(optimizer, scaler), clip=1.0)
 

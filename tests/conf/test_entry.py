@@ -1,6 +1,9 @@
 """The command line, in processes of its own."""
 
+import os
 import re
+import subprocess
+import sys
 
 import pytest
 from commands import command
@@ -68,3 +71,19 @@ def test_run_folders_are_new_unless_a_run_is_resumed(tmp_path):
     assert run_dir("auto", "a.b") == new
     with pytest.raises(ValueError, match="name must consist of"):
         run_dir(None, "a/b")
+
+
+def test_every_script_imports_what_it_needs():
+    """In a process of its own that has imported torch alone."""
+    names = [f"scripts.{path.stem}" for path in (REPOSITORY / "scripts").glob("*.py") if path.stem != "__init__"]
+    code = f"""
+import importlib, os, torch
+for name in {names}:
+    if os.fork() == 0:
+        importlib.import_module(name)
+        os._exit(0)
+    assert os.wait()[1] == 0, name
+"""
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert len(names) > 7 and result.returncode == 0, result.stderr

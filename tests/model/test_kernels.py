@@ -409,6 +409,17 @@ def test_other_ways_to_run_a_model_still_work(small):
     torch.testing.assert_close(fast(**batch)[0], plain(**batch)[0], rtol=1e-5, atol=1e-5)
 
 
+def test_what_is_computed_again_drops_the_same(small):
+    tokens, found = torch.randint(17, (4, 30)), []
+    _, model = pair(small, dropout=0.5, attention_dropout=0.0)
+    for _ in range(2):
+        torch.manual_seed(3)
+        found.append(gradients(model.train(), tokens=tokens, targets=tokens))
+        checkpoint_activations(model)
+    for name, value in found[0].items():
+        assert torch.equal(value, found[1][name]), name
+
+
 def test_without_a_compiler_the_model_stays_as_it_is_and_says_so(small, tmp_path, monkeypatch):
     monkeypatch.setenv("CXX", "/no/such/compiler")
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "extensions"))

@@ -330,9 +330,9 @@ def folder(model, tmp_path):
 
 
 def start(folder, *overrides, **options) -> subprocess.Popen:
-    command = [sys.executable, "-m", "scripts.generate", f"checkpoint={folder}", *overrides]
+    words = [sys.executable, "-m", "scripts.generate", f"checkpoint={folder}", *overrides]
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment, **options)
+    return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment, **options)
 
 
 def test_a_prompt_may_be_piped_in_and_the_reader_may_leave(folder):

@@ -1,6 +1,11 @@
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 
+from conf.entry import REPOSITORY
 from training import auto
 
 ASKED = {"precision": "auto", "kernels": False, "compile": "auto", "attention": "auto", "micro_batch": "auto"}
@@ -77,3 +82,16 @@ def test_what_a_device_cannot_do_is_refused():
     if not torch.cuda.is_available():
         with pytest.raises(ValueError, match="device cuda"):
             auto.choose_device("cuda")
+
+
+def test_a_cpu_is_deterministic_and_the_compiler_is_not_imported_for_it():
+    code = """
+import sys, torch
+from training.auto import choose_device
+choose_device("cpu")
+assert torch.are_deterministic_algorithms_enabled() and "torch._inductor" not in sys.modules
+choose_device("cpu", deterministic=True)
+assert torch._inductor.config.deterministic
+"""
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+    subprocess.run([sys.executable, "-c", code], check=True, env=environment)

@@ -51,10 +51,11 @@ def test_newton_schulz_brings_every_singular_value_near_one_and_keeps_the_singul
 
 
 @pytest.mark.parametrize(("dtype", "near"), [(torch.float64, 1e-9), (torch.float32, 1e-3), (torch.bfloat16, 0.2)])
+@pytest.mark.parametrize("columns", [24, 70])  # whether rows count, decides how it is computed
 @pytest.mark.parametrize("smallest", [1.0, 1e-2, 1e-5, 0.0])
-def test_newton_schulz_is_its_polynomial_of_every_singular_value(dtype, near, smallest):
-    """In either way to compute it, for matrices that lack a direction too, and for none at all."""
-    u, _, v = torch.linalg.svd(torch.randn(4, 24, 70, dtype=torch.float64), full_matrices=False)
+def test_newton_schulz_is_its_polynomial_of_every_singular_value(dtype, near, smallest, columns):
+    """For matrices that lack a direction too, and for none at all."""
+    u, _, v = torch.linalg.svd(torch.randn(4, 24, columns, dtype=torch.float64), full_matrices=False)
     values = torch.linspace(1, smallest, 24, dtype=torch.float64).expand(4, 24).clone()
     values[3] = 0
     expected = values / (values.norm(dim=-1, keepdim=True) + 1e-7)
