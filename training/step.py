@@ -29,9 +29,9 @@ def compute_gradients(
 
     `forward` is the model, compiled or not, on one rank or several; `batch` holds what it is told, each (rows, s):
     tokens, targets, and what else there is. Where row_length is given, which divides s, rows are cut into such, each
-    with the token_positions that it had, if there are any. Each
-    piece's summed loss is divided by `count`, the number of targets of the whole batch on all ranks, so that the
-    gradient is that of the batch's mean, whatever the cut. (Ranks average their gradients, hence their number.)
+    with the token_positions that it had, if there are any. Each piece's summed loss is divided by `count`, the number
+    of targets of the whole batch on all ranks, so that the gradient is that of the batch's mean, whatever the cut.
+    (Ranks average their gradients, hence their number.)
     """
     total = torch.zeros((), device=batch["targets"].device)
     pieces = list(micro_batches(batch, micro_batch, row_length))
