@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -21,6 +22,8 @@ COMPILED = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or str(Path.home() / ".cach
 def alone(tmp_path, monkeypatch):
     """Each test in a folder of its own, without keys, with one thread and a fixed seed."""
     monkeypatch.chdir(tmp_path)
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell leaves it for what it starts in the background
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_BASE_URL", "NETRC"):
         monkeypatch.delenv(name, raising=False)
     for name in ("HOME", "WANDB_DIR", "WANDB_CACHE_DIR", "WANDB_CONFIG_DIR", "WANDB_DATA_DIR"):
