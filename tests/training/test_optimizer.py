@@ -50,7 +50,7 @@ def test_newton_schulz_brings_every_singular_value_near_one_and_keeps_the_singul
     assert values.min() > 0.5 and values.max() < 1.3
 
 
-@pytest.mark.parametrize(("dtype", "near"), [(torch.float64, 1e-9), (torch.float32, 1e-3), (torch.bfloat16, 0.2)])
+@pytest.mark.parametrize(("dtype", "near"), [(torch.float64, 1e-9), (torch.float32, 1e-3), (torch.bfloat16, 0.1)])
 @pytest.mark.parametrize("columns", [24, 70])  # whether rows count, decides how it is computed
 @pytest.mark.parametrize("smallest", [1.0, 1e-2, 1e-5, 0.0])
 def test_newton_schulz_is_its_polynomial_of_every_singular_value(dtype, near, smallest, columns):
