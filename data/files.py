@@ -1,0 +1,50 @@
+"""Files that others wrote, or that a disk damaged: what stands in them is checked before it is believed."""
+
+import reprlib
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+
+def read_json(path: str | Path, shape: Any) -> Any:
+    """What a JSON file holds, which must have `shape`: a type with those of its parts, for dicts a TypedDict.
+
+    Types are taken strictly (no "1" or 1.0 or true for 1), keys that the shape does not name are kept as they are. For
+    numbers write pydantic's FiniteFloat, since JSON's reader takes NaN and 1e999, and bounds for whole ones, which
+    may have thousands of digits. ValueError, a line with the file and the place in it, for whatever does not fit.
+    """
+    try:
+        content = Path(path).read_bytes()
+    except FileNotFoundError:
+        raise ValueError(f"{path} is missing") from None
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from error
+    return parse_json(content, shape, str(path))
+
+
+def parse_json(content: bytes | str, shape: Any, name: str) -> Any:
+    """As read_json, of what is there already; `name` says what it is in the ValueError."""
+    if not content.strip():
+        raise ValueError(f"{name} is empty")
+    try:
+        return _adapter(shape).validate_json(content, strict=True, extra="allow")
+    except ValidationError as error:
+        raise ValueError(f"{name} is damaged: {_in_words(error)}") from None
+
+
+@cache
+def _adapter(shape: Any) -> TypeAdapter:
+    return TypeAdapter(shape)
+
+
+def _in_words(error: ValidationError) -> str:
+    """The first of what is wrong."""
+    first = error.errors(include_url=False)[0]
+    where = ".".join(map(str, first["loc"])) or "it"
+    if first["type"] == "json_invalid":
+        return first["msg"]
+    if first["type"] == "missing":
+        return f"{where} is missing"
+    return f"{where} {first['msg'].removeprefix('Input ')}, got {reprlib.repr(first['input'])}"
