@@ -5,6 +5,9 @@ rounds. Memory is that of eager code, beside what torch's profiler finds in test
 code keeps less.
 """
 
+import os
+from pathlib import Path
+
 import torch
 from torch import nn
 
@@ -14,12 +17,77 @@ from training import auto
 WEIGHT = 4  # bytes: weights, gradients and both moments of AdamW are fp32
 RESERVED = 2**30  # bytes of a GPU that CUDA, its libraries and fragmentation take, about
 GIB = 2**30
+OBJECTS = 50_000  # bytes of what Python and torch remember of a block, beside its numbers
 
 
 def on_paper(vocab_size: int, **arguments) -> GPT:
     """The model with all of its shapes and none of its numbers (torch's meta device)."""
     with torch.device("meta"):
         return GPT(vocab_size, **arguments)
+
+
+def size(
+    vocab_size: int,
+    *,
+    d_model: int,
+    n_layers: int,
+    n_heads: int,
+    d_ff: int,
+    max_seq_len: int,
+    n_kv_heads: int | None = None,
+    positions: str = "rope",
+    norm: str = "rmsnorm",
+    feed_forward: str = "swiglu",
+    qk_norm: bool = False,
+    tied: bool = False,
+    embedding_norm: bool = False,
+    vocab_multiple: int = 1,
+    **_,
+) -> tuple[int, int]:
+    """Of GPT(vocab_size, **arguments), which is not built: n_parameters(), and the bytes that it takes in memory.
+
+    Arguments that change neither are taken, too. Their values are believed: they may be any numbers from 1.
+    """
+    d_head = d_model // n_heads
+    d_kv = d_head * (n_kv_heads or n_heads)
+    a_norm = d_model * (2 if norm == "layernorm" else 1)
+    rows = -(-vocab_size // vocab_multiple) * vocab_multiple
+    block = 2 * d_model * (d_model + d_kv) + (3 if feed_forward == "swiglu" else 2) * d_model * d_ff
+    block += 2 * a_norm + (2 * d_head if qk_norm else 0)
+    n = n_layers * block + (1 if tied else 2) * rows * d_model + (2 if embedding_norm else 1) * a_norm
+    table = max_seq_len * d_model
+    n += table if positions == "learned" else 0
+    a_table = {"rope": max_seq_len * d_head, "sinusoidal": table}.get(positions, 0)  # made in float64, in three steps
+    tables = a_table * (n_layers if positions == "rope" else 1)
+    return n, WEIGHT * (n + tables) + 12 * a_table + OBJECTS * n_layers
+
+
+def available_memory() -> int:
+    """Bytes that this process may still take: what the machine has to spare, within the limit of its cgroup."""
+    try:
+        lines = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
+        free = {line[0]: 1024 * int(line[1]) for line in lines if len(line) == 3}
+        room = free["MemAvailable:"] + free.get("SwapFree:", 0)
+    except (OSError, KeyError):  # not Linux
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    try:
+        groups = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
+    except OSError:
+        groups = []
+    for _, controllers, group in groups:
+        base = {"": "/sys/fs/cgroup{}/memory.max", "memory": "/sys/fs/cgroup/memory{}/memory.limit_in_bytes"}
+        for place in (group, ""):  # seen from outside a container, and from inside
+            limit = Path(base.get(controllers, "{}").format(place.rstrip("/")))
+            if limit.is_file() and (text := limit.read_text().strip()).isdigit():
+                room = min(room, int(text))
+    return room
+
+
+def check_fits(what: str, n_bytes: int):
+    """ValueError, before anything is allocated, where `what` needs more bytes than this machine has to spare."""
+    if n_bytes > (room := available_memory()):
+        needs, has = (f"{min(n, 2**80) / GIB:,.1f}" for n in (n_bytes, room))
+        raise ValueError(f"{what} needs {needs} GiB of memory, this machine has {has} to spare")
 
 
 # --- parameters and FLOPs -------------------------------------------------------------------------------------------

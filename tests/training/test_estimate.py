@@ -6,12 +6,17 @@ from dataclasses import asdict
 import pytest
 import torch
 from commands import command
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
 from conf.entry import REPOSITORY
 from model import GPT
+from model.feed_forward import FEED_FORWARDS
 from model.gpt import checkpoint_activations
+from model.norm import NORMS
+from model.positions import SCHEMES
 from training import auto, estimate
 from training.optimizer import build_optimizer
 
@@ -202,3 +207,43 @@ def test_a_dry_run_reads_nothing_and_leaves_nothing(tmp_path, several):
     assert result.returncode == 0, result.stderr
     assert "123,588,864" in result.stdout and "50,257 (gpt2)" in result.stdout
     assert not list(folder.glob("runs/*")) and not list(folder.glob("corpora"))
+
+
+@given(
+    st.fixed_dictionaries(
+        {
+            "d_model": st.integers(1, 4).map(lambda n: 12 * n),
+            "n_layers": st.integers(1, 3),
+            "n_heads": st.sampled_from((1, 2, 6)),
+            "n_kv_heads": st.sampled_from((None, 1)),
+            "d_ff": st.integers(1, 20),
+            "max_seq_len": st.integers(1, 9),
+            "positions": st.sampled_from(SCHEMES),
+            "norm": st.sampled_from(sorted(NORMS)),
+            "feed_forward": st.sampled_from(sorted(FEED_FORWARDS)),
+            "qk_norm": st.booleans(),
+            "tied": st.booleans(),
+            "embedding_norm": st.booleans(),
+            "vocab_multiple": st.integers(1, 8),
+        }
+    ),
+    st.integers(1, 20),
+)
+@settings(deadline=None)
+def test_the_size_of_a_model_is_known_before_it_is_built(arguments, vocab_size):
+    model = GPT(vocab_size, **arguments)
+    n_parameters, n_bytes = estimate.size(**model.arguments)
+    assert n_parameters == model.n_parameters()
+    numbers = sum(t.nbytes for t in {t.data_ptr(): t for t in (*model.parameters(), *model.buffers())}.values())
+    objects = estimate.OBJECTS * arguments["n_layers"]
+    assert -4 * arguments["n_heads"] <= n_bytes - objects - numbers  # ALiBi's slopes
+    assert n_bytes - objects - numbers <= 12 * arguments["max_seq_len"] * arguments["d_model"]  # a table being made
+
+
+def test_what_is_larger_than_the_machine_is_refused_in_numbers():
+    room = estimate.available_memory()
+    assert 2**28 < room < 2**60
+    estimate.check_fits("a model", room // 2)
+    for n_bytes in (room + 2**36, 10**400):
+        with pytest.raises(ValueError, match=r"^a model needs [\d,.]+ GiB of memory, this machine has [\d,.]+"):
+            estimate.check_fits("a model", n_bytes)
