@@ -57,6 +57,7 @@ def train(cfg: Train, run: Path, group: str | None = None) -> int:
 def _train(cfg: Train, run: Path, group: str | None, began: float) -> int:
     """The same, in a folder that is ours alone; `began` is when the time for max_time began."""
     first = distributed.rank() == 0
+    tracking.asked_mode(cfg.tracking.mode, cfg.tracking.project)
 
     # --- from the beginning, or from a checkpoint ---
     start, saved = 0, {}
@@ -268,6 +269,7 @@ def _train(cfg: Train, run: Path, group: str | None, began: float) -> int:
         wandb_run = tracking.start(
             cfg.tracking.mode if first else None,
             project=cfg.tracking.project,
+            name=cfg.tracking.name,
             timeout=cfg.tracking.timeout,
             finish_timeout=cfg.tracking.finish_timeout,
             folder=run,

@@ -124,7 +124,8 @@ class Sample:
 @dataclass
 class Tracking:
     mode: str = one_of("auto", "online", "offline", "disabled")
-    project: str
+    project: str | None
+    name: str | None
     timeout: float = number(above=0)
     finish_timeout: float = number(above=0)
     artifacts: bool

@@ -24,9 +24,9 @@ def alone(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell leaves it for what it starts in the background
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_BASE_URL", "NETRC"):
+    for name in [name for name in os.environ if name.startswith("WANDB_")] + ["NETRC"]:
         monkeypatch.delenv(name, raising=False)
-    for name in ("HOME", "WANDB_DIR", "WANDB_CACHE_DIR", "WANDB_CONFIG_DIR", "WANDB_DATA_DIR"):
+    for name in ("HOME", "WANDB_CACHE_DIR", "WANDB_CONFIG_DIR", "WANDB_DATA_DIR"):
         folder = tmp_path / ".home" / name.lower()
         folder.mkdir(parents=True)
         monkeypatch.setenv(name, str(folder))

@@ -555,6 +555,17 @@ def test_tracking_mirrors_the_run(run, monkeypatch):
     assert f"wandb sync {folder}" in (folder / "README.txt").read_text()
 
 
+@pytest.mark.parametrize("setting", ["tracking.project=a/b", "WANDB_MODE=sometimes"])
+def test_what_wandb_cannot_be_told_is_found_before_the_text_is_read(run, monkeypatch, setting):
+    monkeypatch.setattr(train, "prepare", lambda *_: pytest.fail("text was read"))
+    overrides = [setting] if setting.startswith("tracking") else []
+    if not overrides:
+        monkeypatch.setenv(*setting.split("="))
+    with pytest.raises(ValueError, match=setting.split("=")[1]):
+        run("one", *overrides)
+    assert not Path("runs/one").exists()
+
+
 def test_a_wandb_server_that_dies_changes_no_row(run, monkeypatch, capsys):
     with wandb_server() as server:
         monkeypatch.setenv("WANDB_BASE_URL", server.url)

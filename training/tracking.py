@@ -61,14 +61,47 @@ def has_key() -> bool:
     host = urlparse(wandb.setup().settings.base_url).hostname
     try:
         return netrc.netrc(os.environ.get("NETRC")).authenticators(host) is not None
-    except (FileNotFoundError, netrc.NetrcParseError):
+    except (OSError, UnicodeDecodeError, netrc.NetrcParseError):  # none, a folder, another kind of file
         return False
+
+
+TRUE = ("1", "true", "t", "yes", "y", "on")
+MODES = {"dryrun": "offline", "run": "online", "shared": "online"}  # W&B's other words; here one process writes
+
+
+def asked_mode(mode: str, project: str | None = None) -> str:
+    """What tracking.mode and the environment ask for, "auto" and all; WANDB_DISABLED and WANDB_MODE win.
+
+    ValueError for a mode that is none, or a project that W&B would not take.
+    """
+    if project is not None and (not project or len(project) > 128 or set(project) & set("/\\#?%:")):
+        raise ValueError(f"tracking.project: W&B says a name has 1 to 128 letters, none of /\\#?%:, got {project!r}")
+    if os.environ.get("WANDB_DISABLED", "").lower() in TRUE:
+        return "disabled"
+    asked = (os.environ.get("WANDB_MODE") or mode).lower()
+    asked = MODES.get(asked, asked)
+    if asked not in ("auto", "online", "offline", "disabled"):
+        raise ValueError(f"WANDB_MODE must be online, offline or disabled, got {asked}")
+    return asked
+
+
+def clean_environment(warn: Callable[[str], None]):
+    """Takes out of the environment, by name, each variable that W&B would refuse to begin with."""
+    import wandb
+
+    for name, value in [*os.environ.items()]:
+        if name.startswith("WANDB_"):
+            try:
+                wandb.Settings().update_from_env_vars({name: value})
+            except Exception as error:  # of W&B and of pydantic, of several kinds
+                warn(f"W&B does not take {name}={value}, it is not heeded: {' '.join(str(error).split())}")
+                del os.environ[name]
 
 
 def start(
     mode: str | None,
     *,
-    project: str,
+    project: str | None,
     timeout: float,
     finish_timeout: float,
     folder: Path,
@@ -76,51 +109,62 @@ def start(
     run_id: str | None,
     warn: Callable[[str], None],
     group: str | None = None,
+    name: str | None = None,
 ) -> Mirror:
     """A W&B run that writes into `folder`; run_id continues an earlier one, `group` holds the runs of a sweep together.
 
-    "auto" is online with a key and offline without; the environment's WANDB_MODE wins. When the server does not answer
-    within `timeout` seconds, or refuses the key, "auto" goes offline and says so, "online" is an error. None, of a rank
-    that is not the first, tracks nothing.
+    "auto" is online with a key and offline without. The environment's WANDB_MODE and WANDB_DISABLED win, and WANDB_DIR
+    and WANDB_RUN_GROUP; a project or a name that is None is WANDB_PROJECT and WANDB_NAME, else "inkling" and the
+    folder's. Where W&B cannot begin, "online" is an error; else the run is tracked offline, or in metrics.jsonl only,
+    and says so. None, of a rank that is not the first, tracks nothing.
     """
     import wandb
 
-    asked = "disabled" if mode is None else os.environ.get("WANDB_MODE") or mode
+    asked = "disabled" if mode is None else asked_mode(mode, project)
+    if os.environ.pop("WANDB_MODE", None) and asked != "auto":
+        os.environ["WANDB_MODE"] = asked  # as W&B spells it
+    clean_environment(warn)
     if asked == "auto":
         asked = "online" if has_key() else "offline"
-    if asked not in ("online", "offline", "disabled"):
-        raise ValueError(f"WANDB_MODE must be online, offline or disabled, got {asked}")
-    settings = wandb.Settings(
-        init_timeout=timeout, finish_timeout=finish_timeout, finish_timeout_raises=True, silent=True, console="off"
-    )
-    first = rows_before(folder) if run_id is not None else 0
+    place = Path(os.environ.get("WANDB_DIR") or folder)
+    first = rows_before(place, run_id) if run_id is not None else 0
+    options = {
+        "project": project or os.environ.get("WANDB_PROJECT") or "inkling",
+        "name": name or os.environ.get("WANDB_NAME") or str(folder).removeprefix("runs/"),
+        "group": os.environ.get("WANDB_RUN_GROUP") or group,
+        "dir": place,
+        "config": config,
+        "id": run_id,
+        "reinit": "finish_previous",  # of a job before this one that ended with an error
+    }
 
     def init(mode: str):
-        return wandb.init(
-            project=project,
-            name=str(folder).removeprefix("runs/"),
-            group=group,
-            dir=folder,
-            config=config,
-            id=run_id,
-            resume="allow" if mode == "online" else None,
-            reinit="finish_previous",  # of a job before this one that ended with an error
-            mode=mode,
-            settings=settings,
+        settings = wandb.Settings(
+            init_timeout=timeout, finish_timeout=finish_timeout, finish_timeout_raises=True, silent=True, console="off"
         )
+        return wandb.init(mode=mode, resume="allow" if mode == "online" else None, settings=settings, **options)
 
-    try:
-        run = init(asked)
-    except Exception as error:
-        reason = " ".join(str(error).split())
-        if mode != "auto" or asked != "online":
-            raise ValueError(f"W&B says: {reason} (tracking.mode=disabled does without)") from error
-        warn(f"W&B says: {reason}; tracking offline")
-        run = init("offline")
-    run.define_metric(STEP)
-    run.define_metric("*", step_metric=STEP)
+    before, run = set(place.glob("wandb/run-*")), None
+    for attempt in dict.fromkeys((asked, "offline")) if asked != "disabled" else ():
+        try:
+            run = init(attempt)
+            break
+        except Exception as error:
+            reason = " ".join(str(error).split())
+            if mode == attempt == "online":
+                raise ValueError(f"W&B says: {reason} (tracking.mode=disabled does without)") from error
+            warn(f"W&B says: {reason}; tracking " + ("offline" if attempt == "online" else "in metrics.jsonl only"))
+            for folder_of_none in set(place.glob("wandb/run-*")) - before:
+                shutil.rmtree(folder_of_none, ignore_errors=True)
+    if run is None:  # nothing in the environment has a bearing on it
+        wandb.teardown()
+        theirs = {variable: os.environ.pop(variable) for variable in [*os.environ] if variable.startswith("WANDB_")}
+        run = wandb.init(mode="disabled", settings=wandb.Settings(silent=True))
+        os.environ |= theirs
     mirror = Mirror(run, finish_timeout, warn)
     try:
+        run.define_metric(STEP)
+        run.define_metric("*", step_metric=STEP)
         if not run.disabled:
             _begin(run, folder, first)
     except Exception as error:
@@ -130,12 +174,12 @@ def start(
     return mirror
 
 
-def rows_before(folder: Path) -> int:
+def rows_before(place: Path, run_id: str) -> int:
     """A number that the rows of the pieces so far do not reach, in which resuming has cut a run.
 
     An offline piece counts its rows from 0, and a server may take rows of equal numbers for one.
     """
-    return sum(path.stat().st_size for path in folder.glob("wandb/*run-*/*.wandb")) // BYTES_PER_ROW
+    return sum(path.stat().st_size for path in place.glob(f"wandb/*run-*-{run_id}/*.wandb")) // BYTES_PER_ROW
 
 
 def _begin(run, folder: Path, first: int):
@@ -207,6 +251,7 @@ def where(mirror: Mirror, pieces: bool = False) -> str:
     if run.disabled:
         return "metrics.jsonl only"
     folder = Path(run.dir).parent.parent
+    shared = f"-{run.id}" if os.environ.get("WANDB_DIR") else ""  # with other runs
     if pieces and not run.offline:
-        return f"wandb sync --include-online {folder}"
-    return f"wandb sync {folder}/offline-run-*" if run.offline else run.url
+        return f"wandb sync --include-online {folder}" + (f"/*run-*{shared}" if shared else "")
+    return f"wandb sync {folder}/offline-run-*{shared}" if run.offline else run.url

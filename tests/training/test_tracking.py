@@ -6,6 +6,7 @@ from concurrent.futures import Future
 from statistics import median
 
 import pytest
+import wandb
 from omegaconf import OmegaConf
 from wandb_server import wandb_server
 
@@ -95,6 +96,94 @@ def test_the_environment_wins(tmp_path, monkeypatch):
     assert start(tmp_path, mode=None).run.disabled  # but not over ranks that are not the first
 
 
+@pytest.mark.parametrize(
+    ("variable", "value", "mode"),
+    [
+        ("WANDB_MODE", "OFFLINE", "offline"),
+        ("WANDB_MODE", "dryrun", "offline"),
+        ("WANDB_MODE", "Disabled", "disabled"),
+        ("WANDB_MODE", "shared", "online"),
+        ("WANDB_MODE", "RUN", "online"),
+        ("WANDB_DISABLED", "True", "disabled"),
+        ("WANDB_DISABLED", "1", "disabled"),
+        ("WANDB_DISABLED", "false", "auto"),
+    ],
+)
+def test_wandbs_own_words_are_understood_in_any_case(tmp_path, monkeypatch, variable, value, mode):
+    monkeypatch.setenv(variable, value)
+    assert tracking.asked_mode("auto") == mode
+    said = []
+    if mode != "online":
+        run = start(tmp_path, warn=said.append)
+        assert run.run.disabled == (mode == "disabled") and not said
+        tracking.finish(run)
+
+
+def test_what_a_run_is_called_in_wandb_is_a_setting_or_the_environments_or_a_default(server, tmp_path, monkeypatch):
+    def made(folder: str, **settings):
+        mirror = start(tmp_path / folder, **{"project": None, **settings})
+        tracking.finish(mirror)
+        run = server.runs[mirror.id]
+        return mirror.run.project, run.name, run.group
+
+    assert made("0", group="sweep") == ("inkling", str(tmp_path / "0"), "sweep")
+    for name in ("PROJECT", "NAME", "RUN_GROUP"):
+        monkeypatch.setenv(f"WANDB_{name}", f"my {name}")
+    wandb.teardown()  # it remembers the environment of its first use
+    assert made("1", group="sweep") == ("my PROJECT", "my NAME", "my RUN_GROUP")
+    assert made("2", project="given", name="also given")[:2] == ("given", "also given")
+
+
+def test_wandb_dir_holds_the_runs_of_several_folders_and_each_is_named_by_its_own(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
+    first, second = start(tmp_path / "a", mode="offline"), start(tmp_path / "b", mode="offline")
+    tracking.finish(second)
+    assert tracking.where(second) == f"wandb sync {tmp_path}/wandb/offline-run-*-{second.id}"
+    (piece,) = tmp_path.glob(f"wandb/offline-run-*-{second.id}")
+    assert tracking.rows_before(tmp_path, second.id) == (piece / f"run-{second.id}.wandb").stat().st_size // 100
+    assert first.id != second.id and not list(tmp_path.glob("b/wandb"))
+
+
+@pytest.mark.parametrize("mode", ["auto", "offline", "disabled"])
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [
+        ("WANDB_SILENT", "maybe"),
+        ("WANDB_INIT_TIMEOUT", "soon"),
+        ("WANDB_PROJECT", "a/b"),
+        ("WANDB_RUN_ID", "a/b"),
+        ("WANDB_BASE_URL", "nowhere"),
+        ("NETRC", "."),
+    ],
+)
+def test_no_environment_ends_a_run(tmp_path, monkeypatch, mode, variable, value):
+    monkeypatch.setenv(variable, value)
+    said = []
+    run = start(tmp_path, mode=mode, project=None, warn=said.append)
+    tracking.log(run, {"step": 1, "loss": 1.0})
+    tracking.finish(run)
+    assert run.run.disabled == (mode == "disabled") and not run.failed
+    if variable == "NETRC":
+        assert not said
+    else:
+        assert len(said) == 1 and said[0].startswith(f"W&B does not take {variable}={value}") and "\n" not in said[0]
+
+
+def test_where_wandb_cannot_write_the_run_goes_on_without(tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        wandb, "init", lambda mode, init=wandb.init, **rest: init(mode=mode, **rest) if mode == "disabled" else 1 / 0
+    )
+    for mode in ("auto", "offline"):
+        said = []
+        run = start(tmp_path, mode=mode, warn=said.append)
+        assert run.run.disabled and said == ["W&B says: division by zero; tracking in metrics.jsonl only"]
+        tracking.log(run, {"step": 1, "loss": 1.0})
+        tracking.finish(run)
+        assert tracking.where(run) == "metrics.jsonl only"
+    with pytest.raises(ValueError, match="W&B says: division by zero"):
+        start(tmp_path, mode="online")
+
+
 def test_a_key_is_found_in_the_environment_or_in_netrc_for_the_server_in_use(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_BASE_URL", "http://tracker.example:8080")
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
@@ -115,6 +204,7 @@ def test_a_server_that_is_not_there_sends_auto_offline_and_stops_online(tmp_path
     run = start(tmp_path, timeout=1.0, warn=said.append)
     assert run.run.offline and len(said) == 1 and "tracking offline" in said[0]
     tracking.finish(run)
+    assert [path.name[:12] for path in tmp_path.glob("wandb/*run-2*")] == ["offline-run-"]  # nothing of the attempt
     with pytest.raises(ValueError, match="W&B says"):
         start(tmp_path, mode="online", timeout=1.0)
 
