@@ -5,10 +5,12 @@ import difflib
 import os
 import re
 import secrets
+import shlex
 import shutil
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import datetime
@@ -17,6 +19,7 @@ from pathlib import Path
 import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -65,7 +68,7 @@ def entry_point(config_name: str, schema: type, actions: tuple[str, ...] = ()) -
     With `actions` it is run(cfg, action): one of these words may come first on the command line, else it is None.
     What follows `--` on the command line becomes the setting `prompt`. Only train.py has a run folder; the other
     scripts leave nothing behind. A user's mistake prints one line and exits 2, Ctrl-C exits 130; that a reader of the
-    output leaves is no error.
+    output leaves is no error. Of several runs (-m) those that fail are named, and do not keep the others from running.
     """
 
     def decorate(run: Callable) -> Callable:
@@ -78,8 +81,10 @@ def entry_point(config_name: str, schema: type, actions: tuple[str, ...] = ()) -
                 _fail(f"{action} is no action here: {there}")
             if config_name != "train" and {"-m", "--multirun"} & set(sys.argv):
                 _fail("several runs at once (-m) are for train.py")
+            begun, failed, process = [], {}, os.getpid()  # of several runs: their numbers, and exit codes
 
             def checked_run(composed: DictConfig):
+                begun.append(HydraConfig.get().job.get("num"))
                 try:
                     cfg = parse(composed, schema)
                     if text is not None:
@@ -94,7 +99,23 @@ def entry_point(config_name: str, schema: type, actions: tuple[str, ...] = ()) -
                     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
                 except (ValueError, OmegaConfBaseException, *A_USERS_FILE) as error:
                     _remove_empty_run_folder()
-                    _fail(" ".join(str(error).split()))
+                    if HydraConfig.get().mode != RunMode.MULTIRUN:
+                        _fail(" ".join(str(error).split()))
+                    say_failed(" ".join(str(error).split()), 2)
+                except Exception as error:
+                    if HydraConfig.get().mode != RunMode.MULTIRUN:
+                        raise
+                    traceback.print_exc()
+                    say_failed(type(error).__name__, 1)
+
+            def say_failed(message: str, code: int):
+                """Of one of several runs: the next begins all the same."""
+                job = HydraConfig.get()
+                message = f"job {job.job.num} ({shlex.join(job.overrides.task)}): {message}"
+                if os.getpid() != process:  # of a launcher with processes of its own, which hands errors on
+                    raise ValueError(message)
+                _say(message)
+                failed[job.job.num] = code
 
             try:
                 hydra.main(version_base="1.3", config_path="../conf", config_name=config_name)(checked_run)()
@@ -103,6 +124,9 @@ def entry_point(config_name: str, schema: type, actions: tuple[str, ...] = ()) -
             except KeyboardInterrupt:
                 print("\ninterrupted", file=sys.stderr)
                 sys.exit(130)
+            if failed:
+                _say(f"{len(failed)} of {len(begun)} jobs failed: {', '.join(map(str, failed))}")
+                sys.exit(min(failed.values()))
 
         return main
 
@@ -135,11 +159,15 @@ def _explain(error: Exception, schema: type) -> str:
 
 
 def _fail(message: str):
+    _say(message)
+    sys.exit(2)
+
+
+def _say(mistake: str):
     rank = int(os.environ.get("RANK", 0))
     if rank > 0:  # if rank 0 has the same to say, torchrun ends this one meanwhile
         time.sleep(2)
-    print(f"error on rank {rank}: {message}" if rank else f"error: {message}", file=sys.stderr)
-    sys.exit(2)
+    print(f"error on rank {rank}: {mistake}" if rank else f"error: {mistake}", file=sys.stderr)
 
 
 def _remove_empty_run_folder():

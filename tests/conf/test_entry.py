@@ -1,5 +1,6 @@
 """The command line, in processes of its own."""
 
+import errno
 import os
 import re
 import subprocess
@@ -8,7 +9,8 @@ import sys
 import pytest
 from commands import command
 
-from conf.entry import REPOSITORY, run_dir
+from conf.entry import REPOSITORY, entry_point, run_dir
+from conf.schema import Train
 
 TRAIN = str(REPOSITORY / "train.py")
 
@@ -87,3 +89,78 @@ for name in {names}:
     environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
     assert len(names) > 7 and result.returncode == 0, result.stderr
+
+
+def sweep(run, capsys, monkeypatch, *arguments: str) -> tuple[int, str]:
+    """`python train.py -m ARGUMENTS` with `run` for its story -> the exit code and stderr."""
+    monkeypatch.setattr(sys, "argv", [TRAIN, "-m", *arguments])
+    try:
+        entry_point("train", Train)(run)()
+        code = 0
+    except SystemExit as ended:
+        code = ended.code
+    return code, capsys.readouterr().err
+
+
+def test_a_job_that_fails_does_not_end_the_sweep(capsys, monkeypatch):
+    seeds = []
+
+    def run(cfg):
+        seeds.append(cfg.seed)
+        if cfg.seed == 1:
+            raise ValueError("the loss of step 7\nis nan")
+        if cfg.seed == 3:
+            raise PermissionError(errno.EACCES, "Permission denied", "metrics.jsonl")
+
+    arguments = ["seed=1,2,3,4", "model.n_heads=7,2", "hydra.sweeper.max_batch_size=3"]
+    code, said = sweep(run, capsys, monkeypatch, *arguments)
+    assert code == 2
+    assert seeds == [1, 2, 3, 4]  # those of 7 heads, every other, are refused
+    *lines, last = said.splitlines()
+    assert [line.split("(")[0] for line in lines] == [f"error: job {i} " for i in (0, 1, 2, 4, 5, 6)]
+    assert "job 1 (seed=1 model.n_heads=2): the loss of step 7 is nan" in lines[1]
+    assert "must be a multiple of model.n_heads, got 128 and 7" in lines[0]
+    assert last == "error: 6 of 8 jobs failed: 0, 1, 2, 4, 5, 6"
+
+
+def test_a_bug_in_a_job_is_shown_and_does_not_end_the_sweep(capsys, monkeypatch):
+    seeds = []
+
+    def run(cfg):
+        seeds.append(cfg.seed)
+        if cfg.seed == 1:
+            raise ZeroDivisionError("a bug")
+
+    code, said = sweep(run, capsys, monkeypatch, "seed=1,2")
+    assert code == 1 and seeds == [1, 2]
+    assert "Traceback" in said and "ZeroDivisionError: a bug" in said
+    assert said.endswith("error: job 0 (seed=1): ZeroDivisionError\nerror: 1 of 2 jobs failed: 0\n")
+
+
+@pytest.mark.parametrize("ended", [SystemExit(143), KeyboardInterrupt()], ids=["SIGTERM", "Ctrl-C"])
+def test_a_signal_ends_the_whole_sweep(capsys, monkeypatch, ended):
+    seeds = []
+
+    def run(cfg):
+        seeds.append(cfg.seed)
+        raise ended
+
+    code, _ = sweep(run, capsys, monkeypatch, "seed=1,2")
+    assert code == (143 if isinstance(ended, SystemExit) else 130)
+    assert seeds == [1]
+
+
+def test_a_sweep_resumes_what_failed_and_leaves_what_is_done(tmp_path):
+    (tmp_path / "t.txt").write_text("\n".join(map(str, range(2000))))
+    settings = [TRAIN, "-m", "experiment=smoke", "tracking.mode=disabled", "data=files", "tokenizer=bytes", "steps=2"]
+    settings += ["data.paths=[t.txt]", "precision=fp32", "kernels=false", "compile=false", "sample.tokens=3"]
+    settings += ["optimizer=adamw", "optimizer.lr=1e30,1e-3", "hydra.sweep.dir=runs/s", "resume=auto"]
+    settings += ["schedule.warmup=0", "model.norm=layernorm", "model.qk_norm=false"]
+    for again in (False, True):
+        result = command(*settings)
+        assert result.returncode == 2, result.stdout + result.stderr
+        first, last = result.stderr.splitlines()
+        assert first.startswith("error: job 0 (") and "the loss of step 2 is nan" in first
+        assert last == "error: 1 of 2 jobs failed: 0"
+        assert (tmp_path / "runs/s/1/checkpoints/step_00000002").is_dir()
+        assert ("nothing left to do: 2 steps are done" in result.stdout) == again
