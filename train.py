@@ -25,7 +25,7 @@ from training.evaluation import evaluate
 from training.interruption import Interruption
 from training.metrics import MetricsLog, Screen, Stopwatch, peak_memory
 from training.optimizer import build_optimizer
-from training.run_folder import describe, differences, record_environment
+from training.run_folder import as_before, check_same_settings, describe, differences, record_environment
 from training.schedule import rate_factor, row_length
 from training.step import compute_gradients, gradient_norm, micro_batches, update
 
@@ -65,11 +65,9 @@ def _train(cfg: Train, run: Path, group: str | None, began: float) -> int:
     if folder is not None:
         start, saved = checkpoint.read_about(folder)["step"], checkpoint.load_training(folder)
         print(f"resuming from {folder}: {start} steps are done")
-        before = saved["config"]["optimizer"]["name"]
-        if before != cfg.optimizer.name:
-            raise ValueError(f"{folder} was trained with optimizer={before}, got {cfg.optimizer.name}: take that one")
-        for difference in differences(saved["config"], asdict(cfg)):
-            print(f"a setting has changed: {difference}")
+        check_same_settings(folder, saved["config"], asdict(cfg))
+        for name, before, now in differences(saved["config"], asdict(cfg)):
+            print(f"a setting has changed: {name} was {before}, is {now}")
     end = min(cfg.steps, cfg.stop_after or cfg.steps)
     if start >= end:
         nothing = f"nothing left to do: {start} steps are done, the run ends at {end}; give more steps"
@@ -85,7 +83,9 @@ def _train(cfg: Train, run: Path, group: str | None, began: float) -> int:
     rows, ranks = cfg.batch_tokens // cfg.seq_len, distributed.size()
     batches = make_batches(corpus, rows, cfg.seq_len, cfg.seed, cfg.packing, distributed.rank(), ranks)
     if saved and saved["corpus"] != corpus.fingerprint():
-        raise ValueError(f"{folder} has learned from another text than {corpus.folder}, or with another tokenizer")
+        what = f"{folder} has learned from another text than {corpus.folder}, or with another tokenizer"
+        again = as_before(saved["config"], asdict(cfg))
+        raise ValueError(what + (f": give {again}" if again else ""))
     if weights_of is not None:
         checkpoint.check_same_tokenizer(weights_of, tokenizer)
     try:

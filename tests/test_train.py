@@ -4,6 +4,7 @@ import json
 import math
 import os
 import resource
+import shlex
 import shutil
 import signal
 import subprocess
@@ -130,13 +131,47 @@ def test_a_resumed_run_says_what_has_changed_and_follows_it(run, capsys):
 
 def test_another_architecture_or_tokenizer_is_not_resumed(run, tmp_path):
     run("one", "stop_after=4", "tokenizer=chars")
-    with pytest.raises(ValueError, match=r"has model.theta 10000.0, this run 3.0"):
+    with pytest.raises(ValueError, match=r"another model: give model.theta=10000.0$"):
         run("one", "resume=auto", "tokenizer=chars", "model.theta=3")
     words = tmp_path / "words.txt"
     words.write_text(words.read_text().replace("times", "tiMes"))
     for changed in (["tokenizer=chars"], ["tokenizer=bytes"]):
         with pytest.raises(ValueError, match="another text"):
             run("one", "resume=auto", *changed)
+
+
+def test_what_differs_is_said_at_once_before_any_text_and_can_be_pasted(run, settings, monkeypatch):
+    """Also where null became a mapping, and where values need quotes of Hydra and of the shell."""
+    odd = """sample.prompt='it\\'s 7 "times", ü={1}'"""
+    run("one", "stop_after=4", "model.theta=3", "model.n_layers=1", "optimizer=adamw", odd)
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "prepare", lambda *_: pytest.fail("text was read"))
+        with pytest.raises(
+            ValueError, match="another text or tokenizer, another model, another optimizer: give "
+        ) as error:
+            train.train(settings("resume=auto", "steps=8"), Path("runs/one"))
+    pasted = shlex.split(str(error.value).split(": give ")[1])
+    now = settings("resume=auto", "steps=8", *pasted)
+    assert now.sample.prompt == """it's 7 "times", ü={1}""" and now.model.n_layers == 1
+    assert train.train(now, Path("runs/one")) == 0
+    mixed = ["data=mixture", "data.corpora={a: 0.5, b: 0.5}"]
+    with pytest.raises(ValueError, match="a/manifest.json|there is no .*a"):
+        run("one", "resume=auto", "steps=9", "model.theta=3", "model.n_layers=1", *mixed)
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "what"),
+    [
+        ({"a": None}, {"a": {"b": 1}}, [("a", None, {"b": 1})]),
+        ({"a": {"b": 1}}, {"a": None}, [("a", {"b": 1}, None)]),
+        ({"a": [1]}, {"a": {"b": [1]}}, [("a", [1], {"b": [1]})]),
+        ({"a": {"b": 1, "c": [2]}}, {"a": {"b": 1, "c": [2, 3]}}, [("a.c", [2], [2, 3])]),
+        ({"data": {"corpora": {"x/y": 1.0}}}, {"data": {"corpora": {}}}, [("data.corpora", {"x/y": 1.0}, {})]),
+        ({}, {"a": {"b": 1}}, [("a", None, {"b": 1})]),
+    ],
+)
+def test_any_two_values_of_a_setting_can_be_compared(before, now, what):
+    assert list(train.differences(before, now)) == what
 
 
 def test_a_damaged_checkpoint_is_passed_over(run, capsys):
@@ -341,8 +376,12 @@ def test_a_run_may_begin_with_the_weights_of_another(run):
     assert final(tuned)[1]["optimizer"]["state"][0]["step"] == 1
     with pytest.raises(ValueError, match="learned with another tokenizer, of 19 tokens, than this run's, of 257"):
         run("other", f"init_from={first}")
-    with pytest.raises(ValueError, match=r"has model.d_ff"):
-        run("other", *options, "model.d_ff=40")
+    these, those = f"model.d_ff={checkpoint.read_about(checkpoint.find(first))['arguments']['d_ff']}", "model.d_ff=40"
+    with pytest.raises(
+        ValueError, match=rf"has {these} model.theta=10000.0, this run {those} model.theta=3.0: they must"
+    ):
+        run("other", *options, "model.d_ff=40", "model.theta=3")
+    assert run("begun", *options, "model.zero_init=true").is_dir()  # which has no bearing on weights that are there
     with pytest.raises(ValueError, match="resume or with init_from, got both"):
         run("other", *options, f"resume={first}")
     with pytest.raises(ValueError, match="there is no checkpoint at nowhere"):

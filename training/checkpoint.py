@@ -32,6 +32,7 @@ from torch import Tensor
 
 from model.gpt import GPT
 from training.distributed import whole
+from training.run_folder import override
 
 FORMAT = 1
 
@@ -303,12 +304,14 @@ def load_model(path: str | Path, device: str | torch.device = "cpu", **changes) 
 
 
 def check_same_model(folder: Path, model: GPT):
-    """ValueError unless the model is that of the checkpoint, but for its dropout."""
+    """ValueError unless the model is that of the checkpoint, but for its dropout and how new weights begin."""
     with torch.device("meta"):
         saved = GPT(**read_about(folder)["arguments"]).arguments
-    for name, value in model.arguments.items():
-        if "dropout" not in name and saved[name] != value:
-            raise ValueError(f"{folder} has model.{name} {saved[name]}, this run {value}: they must be the same")
+    free = ("dropout", "attention_dropout", "zero_init")
+    other = {name: value for name, value in model.arguments.items() if name not in free and saved[name] != value}
+    if other:
+        these, those = (" ".join(override(f"model.{name}", of[name]) for name in other) for of in (saved, other))
+        raise ValueError(f"{folder} has {these}, this run {those}: they must be the same")
 
 
 def check_same_tokenizer(folder: Path, tokenizer):

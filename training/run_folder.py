@@ -3,10 +3,12 @@
 import json
 import platform
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -73,15 +75,63 @@ W&B              {tracked}
 """
 
 
-NOT_OF_TRAINING = ("resume", "stop_after", "name", "dry_run", "world", "mfu", "device_spec")
+NOT_OF_TRAINING = ("resume", "init_from", "stop_after", "name", "dry_run", "world", "mfu", "device_spec")
+FROM_NOTHING = ("dropout", "attention_dropout", "zero_init")  # of a model: no bearing on weights that are there
+PLACES = ("data.paths", "data.corpora", "data.wheel", "data.prompt", "tokenizer.path")  # what is there may be the same
 
 
-def differences(before: dict, now: dict, prefix: str = "") -> Iterator[str]:
-    """What a resumed run is told otherwise than the run it goes on with."""
+def differences(before: dict, now: dict, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """(setting, its value then, its value now) of what a resumed run is told otherwise than the one it goes on with."""
     for name, value in now.items():
-        if name in NOT_OF_TRAINING:
-            continue
-        if isinstance(value, dict):
-            yield from differences(before.get(name, {}), value, f"{prefix}{name}.")
-        elif value != before.get(name):
-            yield f"{prefix}{name} was {before.get(name)}, is {value}"
+        old = before.get(name)
+        if isinstance(value, dict) and isinstance(old, dict) and name != "corpora":
+            yield from differences(old, value, f"{prefix}{name}.")
+        elif value != old and name not in NOT_OF_TRAINING:
+            yield prefix + name, old, value
+
+
+def check_same_settings(folder: Path, before: dict, now: dict):
+    """ValueError unless a run may go on from `folder` as far as settings show: before any text is fetched or read.
+
+    It names all that differ, as a command line takes them. Text that may be the same elsewhere is compared later.
+    """
+    changed = {name: old for name, old, _ in differences(before, now)}
+    model = [name for name in changed if name.startswith("model.") and name.split(".")[1] not in FROM_NOTHING]
+    text = [name for name in changed if name.startswith(("data.", "tokenizer.")) and name not in PLACES]
+    if now["data"]["source"] in ("mixture", "tokens"):  # opened as they are, in no time
+        text = []
+    if not (model or text or "optimizer.name" in changed):
+        return
+    what = ["another text or tokenizer"] * bool(text) + ["another model"] * bool(model)
+    what += ["another optimizer"] * ("optimizer.name" in changed)
+    raise ValueError(f"{folder} was trained with {', '.join(what)}: give {as_before(before, now)}")
+
+
+def as_before(before: dict, now: dict) -> str:
+    """What makes a command line's settings those of a checkpoint, but for how long it trains; "" for none."""
+    changed = [(name, old) for name, old, _ in differences(before, now) if name not in ("steps", "epochs")]
+    return " ".join(override(name, old) for name, old in changed)
+
+
+def override(name: str, value: Any) -> str:
+    """name=value, in Hydra's syntax and in the shell's."""
+    return shlex.quote(f"{name}={_literal(value)}")
+
+
+def _literal(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{name}: {_literal(one)}" for name, one in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ",".join(map(_literal, value)) + "]"
+    if not isinstance(value, str):
+        return json.dumps(value)
+    if re.fullmatch(r"[A-Za-z/][A-Za-z0-9_./-]*", value) and value.lower() not in (
+        "null",
+        "true",
+        "false",
+        "nan",
+        "inf",
+    ):
+        return value
+    text = re.sub(r'(\\*)("|$)', lambda found: 2 * found[1] + "\\" * (found[2] == '"') + found[2], value)
+    return '"' + text.replace("${", "\\${") + '"'
