@@ -26,7 +26,8 @@ from filelock import FileLock
 
 from data import sources
 from data.corpus import FORMAT, Corpus, check_shard, open_corpus, open_mixture, open_token_files
-from data.sources import Document, Split
+from data.readers import Document
+from data.split import Split, plan_split
 from data.tokenizer import (
     END_OF_TEXT,
     ByteTokenizer,
@@ -98,7 +99,7 @@ def make_plan(data: dict, tokenizer: dict, folder: Path) -> tuple[Split, Tokeniz
         rest = next(stream, None)
         if not some:
             raise ValueError("data: there is no text in it, every document is empty")
-        split = sources.plan_split(some, rest is None, data["validation"], data["validation_share"])
+        split = plan_split(some, rest is None, data["validation"], data["validation_share"])
         training = (d.text for document in some for which, d in split.pieces(document) if which == "train")
         unread = chain([rest], stream) if rest is not None else iter(())
         make_tokenizer(tokenizer, training, chain(some, unread)).save(work / "tokenizer")

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from conf.entry import check_output, entry_point
 from conf.schema import Explain
-from data.sources import unescape
+from data.readers import unescape
 from data.tokenizer import Tokenizer, load_tokenizer
 from insight import attribution, maps
 from insight.lens import logit_lens

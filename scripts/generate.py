@@ -17,7 +17,7 @@ from rich.progress import track
 from conf.entry import entry_point
 from conf.schema import Generate, changed
 from data.continuation import Continuation
-from data.sources import unescape
+from data.readers import unescape
 from data.tokenizer import Tokenizer, load_tokenizer
 from model import GPT, generate
 from model.few_rows import for_few_rows

