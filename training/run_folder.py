@@ -83,11 +83,13 @@ PLACES = ("data.paths", "data.corpora", "data.wheel", "data.prompt", "tokenizer.
 def differences(before: dict, now: dict, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
     """(setting, its value then, its value now) of what a resumed run is told otherwise than the one it goes on with."""
     for name, value in now.items():
-        old = before.get(name)
-        if isinstance(value, dict) and isinstance(old, dict) and name != "corpora":
-            yield from differences(old, value, f"{prefix}{name}.")
-        elif value != old and name not in NOT_OF_TRAINING:
-            yield prefix + name, old, value
+        key, old = prefix + name, before.get(name)
+        if key in NOT_OF_TRAINING:
+            continue
+        if isinstance(value, dict) and isinstance(old, dict) and key != "data.corpora":
+            yield from differences(old, value, f"{key}.")
+        elif value != old:
+            yield key, old, value
 
 
 def check_same_settings(folder: Path, before: dict, now: dict):
