@@ -68,6 +68,8 @@ def attention_of_one(
     if q.shape[2] > 1 or mask is None or bias is not None or q.dtype != torch.float32 or q.device.type != "cpu":
         return fused_attention(q, k, v, mask, bias, soft_cap, dropout_p)
     mask = mask.expand(q.shape[0], q.shape[1], 1, k.shape[2])
+    # the numbers of a head side by side, which RoPE leaves apart where a head has only one pair
+    q, k, v = (x if x.stride(3) == 1 else x.clone(memory_format=torch.contiguous_format) for x in (q, k, v))
     return torch.ops.inkling.attend(q, k, v, mask), None
 
 

@@ -60,22 +60,22 @@ def scaled_dot_product_attention(
     if soft_cap is not None:
         scores = soft_cap * torch.tanh(scores / soft_cap)
     if bias is not None:
-        scores = scores + _expand("bias", bias, scores)
+        scores = scores + _expand("bias", bias, "scores", scores)
     if mask is not None:
         if mask.dtype != torch.bool:
             raise ValueError(f"the mask must be boolean, True = may look, got {mask.dtype}")
-        scores = scores.masked_fill(~_expand("mask", mask, scores), -math.inf)
+        scores = scores.masked_fill(~_expand("mask", mask, "scores", scores), -math.inf)
     weights = softmax(scores).to(q.dtype)
     dropped = torch.nn.functional.dropout(weights, dropout_p, training)
     return torch.einsum("... q k, ... k v -> ... q v", dropped, v), weights
 
 
-def _expand(name: str, x: Tensor, scores: Tensor) -> Tensor:
+def _expand(name: str, x: Tensor, of: str, whole: Tensor) -> Tensor:
     try:
-        return x.expand_as(scores)
+        return x.expand_as(whole)
     except RuntimeError as error:
         raise ValueError(
-            f"the {name} must broadcast to the scores, got {tuple(x.shape)} and {tuple(scores.shape)}"
+            f"the {name} must broadcast to the {of}, got {tuple(x.shape)} and {tuple(whole.shape)}"
         ) from error
 
 
@@ -174,6 +174,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, pairing: str = "half") -> Tensor
         "interleaved": ("... (i two) -> two ... i", "two ... i -> ... (i two)"),
     }[pairing]
     a, b = rearrange(x, split, two=2)
+    cos, sin = _expand("cosines", cos, "pairs", a), _expand("sines", sin, "pairs", a)
     return rearrange(torch.stack([a * cos - b * sin, a * sin + b * cos]), join).to(x.dtype)
 
 

@@ -31,6 +31,16 @@ def check_positions(token_positions: Tensor, max_seq_len: int):
         raise ValueError(f"token_positions must lie in 0 .. {max_seq_len - 1} (max_seq_len - 1), got {low} .. {high}")
 
 
+def _check_fit(x: Tensor, token_positions: Tensor):
+    """ValueError unless token_positions hold one for each s of x (... s d): for all alike, or by x's first axes."""
+    *rows, s = token_positions.shape
+    if s != x.shape[-2] or len(rows) > x.ndim - 2 or any(n not in (1, m) for n, m in zip(rows, x.shape, strict=False)):
+        raise ValueError(
+            f"token_positions must be (s,), or (b, s) with the first axes of x (b ... s d), "
+            f"got {tuple(token_positions.shape)} for x {tuple(x.shape)}"
+        )
+
+
 def _look_up(table: Tensor, token_positions: Tensor) -> Tensor:
     """The rows (s d) or (b s d) of a table (max_seq_len d).
 
@@ -92,10 +102,12 @@ class RotaryPositionalEmbedding(_Fixed):
         self.register_buffer("sin", (amplitude * angles.sin()).float(), persistent=False)
 
     def forward(self, x: Tensor, token_positions: Tensor) -> Tensor:
-        """x (b h s d), token_positions (s,) or (b, s) -> the rotated x."""
+        """x (b h s d) or (b s d), or with any other axes before s; token_positions (s,) or (b, s) -> the rotated x."""
+        _check_fit(x, token_positions)
         cos, sin = self.angles(token_positions)
-        if token_positions.ndim == 2:
-            cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)  # the same for all heads
+        if token_positions.ndim > 1:
+            for _ in range(x.ndim - cos.ndim):
+                cos, sin = cos.unsqueeze(-3), sin.unsqueeze(-3)  # the same for all heads
         return rotate(x, cos, sin, self.pairing)
 
     def angles(self, token_positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -160,6 +172,7 @@ class LearnedPositionalEmbedding(nn.Module):
         self.table = nn.Embedding(max_seq_len, d_model)
 
     def forward(self, x: Tensor, token_positions: Tensor) -> Tensor:
+        _check_fit(x, token_positions)
         return x + _look_up(self.table.weight, token_positions)
 
 
@@ -179,6 +192,7 @@ class SinusoidalPositionalEmbedding(_Fixed):
         self.register_buffer("table", table.float(), persistent=False)
 
     def forward(self, x: Tensor, token_positions: Tensor) -> Tensor:
+        _check_fit(x, token_positions)
         return (math.sqrt(x.shape[-1]) * x + _look_up(self.table, token_positions)).to(x.dtype)
 
 

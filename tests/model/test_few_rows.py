@@ -95,6 +95,10 @@ def test_attention_of_one_query_is_that_of_the_paper_and_reads_no_hidden_key(d, 
         mask = torch.rand(shape) < 0.6
         expected, _ = functional.scaled_dot_product_attention(q, *wide, mask)
         torch.testing.assert_close(attention_of_one(q, k, v, mask, None, None, 0.0)[0], expected, rtol=1e-4, atol=1e-5)
+    apart = [x.transpose(2, 3).contiguous().transpose(2, 3) for x in (q, k, v)]
+    assert torch.equal(
+        attention_of_one(*apart, mask, None, None, 0.0)[0], attention_of_one(q, k, v, mask, None, None, 0.0)[0]
+    )
     with pytest.raises(RuntimeError, match="side by side"):
         torch.ops.inkling.attend(torch.randn(3, 6, 1, 2 * d)[..., ::2], *wide, mask.expand(3, 6, 1, 50))
 
@@ -137,6 +141,22 @@ def test_a_model_for_few_rows_writes_what_the_model_writes(small, arguments):
     assert [column.tolist() for column in generate(model, rows, 60, overflow="slide")] == text
     if longer is not None:
         torch.testing.assert_close(model.extended(70)(tokens), longer, rtol=1e-5, atol=1e-5)
+
+
+@needs_compiler
+@pytest.mark.parametrize("int8", [False, True], ids=["fp32", "int8"])
+@pytest.mark.parametrize("d_head", range(1, 9))
+def test_heads_may_be_of_any_width(small, d_head, int8):
+    """Of every position scheme and pairing: a token by the kernels is that of one pass, with a cache and without."""
+    even = [{"pairing": "half"}, {"pairing": "interleaved", "qk_norm": True}, {"window": 3, "n_kv_heads": 4}]
+    cases = even if d_head % 2 == 0 else []
+    for arguments in (*cases, *({"positions": p} for p in ("learned", "sinusoidal", "alibi", "none"))):
+        packed = for_few_rows(small(d_model=4 * d_head, **arguments).float(), int8)
+        tokens, cache = torch.randint(17, (2, 6)), packed.new_cache()
+        pieces = [packed(piece, cache=cache) for piece in tokens.split([3, 1, 1, 1], dim=1)]
+        torch.testing.assert_close(torch.cat(pieces, dim=1), packed(tokens), rtol=1e-4, atol=1e-4)
+        one, padding = tokens[:, :1], torch.ones(2, 1, dtype=torch.bool)
+        torch.testing.assert_close(packed(one, padding=padding), packed(one), rtol=1e-4, atol=1e-4)
 
 
 @needs_compiler

@@ -4,6 +4,7 @@ import pytest
 import torch
 from einops import rearrange
 
+from model.functional import rotate
 from model.positions import (
     ALiBi,
     LearnedPositionalEmbedding,
@@ -64,6 +65,36 @@ def test_every_row_may_have_positions_of_its_own(rope):
     out = rope(x, positions)
     for row in range(2):
         torch.testing.assert_close(out[row : row + 1], rope(x[row : row + 1], positions[row]))
+
+
+def test_any_axes_may_stand_between_rows_and_positions(rope):
+    """A loop over heads, which gives (b s d) at a time, is all heads at once, with positions of each row's own too."""
+    x = torch.randn(3, 3, 5, 8)  # as many heads as rows, which broadcasting would take for each other
+    own = torch.stack([torch.arange(5), torch.arange(20, 25), torch.arange(50, 55)])
+    for positions in (torch.arange(5), own, own[:1]):
+        whole = rope(x, positions)
+        assert whole.shape == x.shape
+        for head in range(3):
+            assert torch.equal(rope(x[:, head], positions), whole[:, head])
+        assert torch.equal(rope(x.unsqueeze(2), positions), whole.unsqueeze(2))
+        by_hand = torch.stack([rope(row, p) for row, p in zip(x, positions.expand(3, 5), strict=True)])
+        assert torch.equal(whole, by_hand)
+    assert torch.equal(rope(x[0, 0], own[1]), rope(x, own[1])[0, 0])
+    assert torch.equal(rope(x, own.unsqueeze(1).expand(3, 3, 5)), rope(x, own))
+
+
+def test_positions_that_do_not_fit_are_refused_and_never_broadcast(rope):
+    learned, sinusoidal = LearnedPositionalEmbedding(8, 64), SinusoidalPositionalEmbedding(8, 64)
+    for scheme in (rope, learned, sinusoidal):
+        for x, positions in (((2, 5, 8), (1,)), ((2, 5, 8), (4,)), ((2, 5, 8), (3, 5)), ((1, 5, 8), (2, 5))):
+            with pytest.raises(ValueError, match=r"token_positions must be \(s,\), or \(b, s\)"):
+                scheme(torch.randn(x), torch.zeros(positions, dtype=torch.long))
+        with pytest.raises(ValueError, match="token_positions must be"):
+            scheme(torch.randn(5, 8), torch.zeros(2, 5, dtype=torch.long))
+    with pytest.raises(
+        ValueError, match=r"the cosines must broadcast to the pairs, got \(2, 1, 5, 4\) and \(2, 5, 4\)"
+    ):
+        rotate(torch.randn(2, 5, 8), torch.ones(2, 1, 5, 4), torch.zeros(2, 1, 5, 4))
 
 
 def test_the_two_pairings_agree_after_permuting_dimensions():
