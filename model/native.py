@@ -1,7 +1,9 @@
 """The kernels of this folder, *.cpp: built for this machine when they are first wanted, and loaded."""
 
+import functools
 import hashlib
 import os
+import platform
 import shlex
 import subprocess
 import tempfile
@@ -16,38 +18,45 @@ def kernels_loaded() -> bool:
     return hasattr(torch.ops.inkling, "attend")
 
 
+def has_compiler() -> bool:
+    """Whether a C++ compiler is there and works: what CXX names, or c++."""
+    return _compiles(os.environ.get("CXX") or "c++")
+
+
+@functools.cache
+def _compiles(command: str) -> bool:
+    options = ["-std=c++20", "-x", "c++", "-fsyntax-only", "-"]
+    try:
+        tried = subprocess.run([*shlex.split(command), *options], input=b"#include <cstdlib>\n", capture_output=True)
+    except (OSError, ValueError):  # not there; quotes that do not close
+        return False
+    return tried.returncode == 0
+
+
 def load_kernels(say: Callable[[str], None] = warnings.warn):
-    """Builds *.cpp for this machine when there is no build of them yet; RuntimeError where that fails.
+    """Builds *.cpp for this machine when there is no whole build of them yet; RuntimeError where that fails.
 
     Takes a C++ compiler and some seconds, once: the result stays where torch keeps extensions (TORCH_EXTENSIONS_DIR),
-    under a name made of all that it is made of.
+    under a name made of all that it is made of, and of its own bytes, by which a damaged one is known and built again.
     """
     if kernels_loaded():
         return
-    here, of_torch = Path(__file__).parent, Path(torch.__file__).parent
+    here = Path(__file__).parent
     sources = sorted(here.glob("*.cpp"))
     capability = torch.backends.cpu.get_cpu_capability()
     flags = ["-std=c++20", "-O3", "-shared", "-fPIC", "-Wno-unknown-pragmas"]
     flags += ["-mavx2", "-mfma"] if capability.startswith("AVX") else []
     texts = [path.read_text(encoding="utf-8") for path in (*sources, *sorted(here.glob("*.h")))]
-    made_of = f"{texts} {flags} {torch.__version__}"
+    made_of = f"{texts} {flags} {torch.__version__} {platform.system()} {platform.machine()}"
+    name = f"inkling-{_digest(made_of.encode())}"
     folder = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions")
-    library = folder / f"inkling-{hashlib.sha256(made_of.encode()).hexdigest()[:16]}.so"
     try:
-        if not library.exists():
-            say("building the kernels for this machine, once")
-            folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(dir=folder) as building:  # beside, then renamed: whole or not at all
-                built = Path(building) / library.name
-                compiler = [*shlex.split(os.environ.get("CXX") or "c++"), *flags, *map(str, sources), "-o", str(built)]
-                places = [f"-I{of_torch / 'include'}", f"-L{of_torch / 'lib'}", "-ltorch_cpu"]
-                subprocess.run([*compiler, *places], check=True, capture_output=True, text=True)
-                built.replace(library)
-        torch.ops.load_library(str(library))
+        if not any(_load(library) for library in sorted(folder.glob(f"{name}-*.so"))):
+            torch.ops.load_library(str(_build(sources, flags, folder, name, say)))
     except subprocess.CalledProcessError as error:
         reason = next((line for line in error.stderr.splitlines() if "error" in line), "the compiler failed")
         raise RuntimeError(reason) from error
-    except OSError as error:  # no compiler, no place to write, a library that does not load
+    except (OSError, ValueError) as error:  # no compiler, a library that does not load
         raise RuntimeError(str(error)) from error
 
     @torch.library.register_fake("inkling::linear")
@@ -57,3 +66,38 @@ def load_kernels(say: Callable[[str], None] = warnings.warn):
     @torch.library.register_fake("inkling::attend")
     def _(q, k, v, mask):
         return q.new_empty(q.shape)
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:16]
+
+
+def _load(library: Path) -> bool:
+    """Whether it holds the bytes that its name promises, and loads here."""
+    try:
+        whole = library.stem.endswith(_digest(library.read_bytes()))
+        if whole:
+            torch.ops.load_library(str(library))
+        return whole
+    except OSError:  # not to be read, or built elsewhere for other libraries than this machine's
+        return False
+
+
+def _build(sources: list[Path], flags: list[str], folder: Path, name: str, say: Callable[[str], None]) -> Path:
+    """The library that the compiler makes of the sources: written beside, then renamed, whole or not at all."""
+    of_torch = Path(torch.__file__).parent
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        beside = tempfile.TemporaryDirectory(dir=folder)
+    except OSError as error:
+        raise RuntimeError(f"{error}: TORCH_EXTENSIONS_DIR may name another folder") from error
+    with beside as building:
+        say("building the kernels for this machine, once")
+        built = Path(building) / "built.so"
+        compiler = [*shlex.split(os.environ.get("CXX") or "c++"), *flags, *map(str, sources), "-o", str(built)]
+        places = [f"-I{of_torch / 'include'}", f"-L{of_torch / 'lib'}", "-ltorch_cpu"]
+        subprocess.run([*compiler, *places], check=True, capture_output=True, text=True)
+        with built.open("rb+") as file:
+            content = file.read()
+            os.fsync(file.fileno())
+        return built.replace(folder / f"{name}-{_digest(content)}.so")

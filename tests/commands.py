@@ -14,6 +14,8 @@ from subprocess import CompletedProcess, TimeoutExpired
 from tempfile import TemporaryDirectory
 from unittest import mock
 
+import hardware
+
 from conf.entry import REPOSITORY
 
 FORKS = multiprocessing.get_context("forkserver")
@@ -46,6 +48,7 @@ def _be(arguments: tuple[str, ...], folder: str, environment: dict[str, str], ou
     os.environ.update(environment)
     os.chdir(folder)
     assert Path(sys.modules["train"].__file__).parent == REPOSITORY  # of this checkout, and preloaded
+    hardware.play()
     atexit._clear()
     try:
         if arguments[0] == "-m":

@@ -6,6 +6,7 @@ import signal
 import sys
 from pathlib import Path
 
+import hardware
 import pytest
 import torch
 from hydra import compose, initialize_config_dir
@@ -16,6 +17,16 @@ from model import GPT
 # built once, not in each test's own home
 EXTENSIONS = os.environ.get("TORCH_EXTENSIONS_DIR") or str(Path.home() / ".cache" / "torch_extensions")
 COMPILED = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or str(Path.home() / ".cache" / "torch_inductor")
+
+
+def pytest_addoption(parser):
+    parser.addoption("--hardware", choices=hardware.KINDS, help="the processor to play, see tests/hardware.py")
+
+
+def pytest_configure(config):
+    if config.getoption("hardware"):
+        os.environ[hardware.PLAYED] = config.getoption("hardware")
+    hardware.play()
 
 
 @pytest.fixture(autouse=True)

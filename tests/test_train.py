@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from commands import command
+from hardware import needs_compiler, needs_torch_compile
 from wandb_server import wandb_server
 
 import train
@@ -653,27 +654,48 @@ def test_the_jobs_of_a_multirun_are_runs_of_one_group(tmp_path, monkeypatch):
     assert {"manifest.json", "model.safetensors", "training.pt"} < set(models[0].files)
 
 
+@needs_compiler
 def test_training_by_kernels_is_training_without_them(run):
-    with_kernels, without = run("kernels", "model.dropout=0"), run("torch", "model.dropout=0", "kernels=false")
-    assert final(with_kernels)[1]["choices"]["kernels"] == (shutil.which("c++") is not None)
+    fp32 = ["model.dropout=0", "precision=fp32"]
+    with_kernels, without = run("kernels", *fp32, "kernels=true"), run("torch", *fp32, "kernels=false")
+    assert [final(one)[1]["choices"]["kernels"] for one in (with_kernels, without)] == [True, False]
     for a, b in zip(rows(with_kernels), rows(without), strict=True):
         assert a["loss"] == pytest.approx(b["loss"], rel=1e-4)
 
 
-def test_compiled_training_is_eager_training(run):
-    eager, compiled = run("eager", "model.dropout=0"), run("compiled", "model.dropout=0", "compile=true")
-    assert final(compiled)[1]["choices"]["compile"] == (shutil.which("c++") is not None)
+@needs_torch_compile
+@pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 1e-4), ("bf16", 1e-3)])
+def test_compiled_training_is_eager_training(run, precision, tolerance):
+    """In bf16 compiled code rounds less often, between operations that it joins."""
+    same = ["model.dropout=0", f"precision={precision}", "kernels=false", "attention=fused"]
+    eager, compiled = run("eager", *same, "compile=false"), run("compiled", *same, "compile=true")
+    assert [final(one)[1]["choices"]["compile"] for one in (eager, compiled)] == [False, True]
     for a, b in zip(rows(eager), rows(compiled), strict=True):
-        assert a["loss"] == pytest.approx(b["loss"], rel=1e-4)
+        assert a["loss"] == pytest.approx(b["loss"], rel=tolerance)
+
+
+def test_bf16_learns_what_fp32_learns(run):
+    """On any CPU; weights stay fp32, and only what products round is different."""
+    wide, half = (run(name, "model.dropout=0", f"precision={name}", "kernels=false") for name in ("fp32", "bf16"))
+    assert all(weight.dtype == torch.float32 for weight in final(half)[0].values())
+    assert rows(wide) != rows(half)
+    for a, b in zip(rows(wide), rows(half), strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], rel=5e-3)
+
+
+def test_without_a_compiler_a_run_chooses_to_go_without_it(run, monkeypatch, tmp_path):
+    monkeypatch.setenv("CXX", "false")
+    folder = run("one", "precision=fp32", "stop_after=1")
+    assert final(folder)[1]["choices"] | {"kernels": False, "compile": False} == final(folder)[1]["choices"]
 
 
 def test_where_compiling_fails_training_goes_on_without(run, monkeypatch, capsys):
     def refuse(*_, **__):
         raise RuntimeError("no compiler here\nand more lines")
 
-    eager = run("eager", "kernels=false")
+    eager = run("eager", "kernels=false", "attention=fused")
     monkeypatch.setattr(torch, "compile", lambda model, dynamic: refuse)
-    compiled = run("compiled", "compile=true")
+    compiled = run("compiled", "compile=true", "attention=fused")
     assert "torch.compile failed, going on without: RuntimeError: no compiler here\n" in capsys.readouterr().out
     assert same(final(eager)[0], final(compiled)[0])
     assert final(compiled)[1]["choices"]["compile"] is False

@@ -4,7 +4,6 @@ A run saves its choices and a resumed run keeps them.
 """
 
 import os
-import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,6 +11,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from model.native import has_compiler
 from training import distributed
 
 COMPILE_FLOPS_CPU = 4e12  # two minutes or so on two cores; compiling costs about one
@@ -99,14 +99,14 @@ def choose_precision(device: torch.device) -> str:
 
 def _kernels(device: torch.device, precision: str, compile: bool | str) -> bool:
     """On a CPU in fp32, where they are as fast as compiled code without minutes of compiling, given a C++ compiler."""
-    return device.type == "cpu" and precision == "fp32" and compile is not True and shutil.which("c++") is not None
+    return device.type == "cpu" and precision == "fp32" and compile is not True and has_compiler()
 
 
 def _compile(device: torch.device, flops: float) -> bool:
     """Where the run is long enough to earn the compilation back, and on a CPU has a C++ compiler."""
     if device.type == "cuda":
         return flops > COMPILE_FLOPS_GPU
-    return device.type == "cpu" and flops > COMPILE_FLOPS_CPU and shutil.which("c++") is not None
+    return device.type == "cpu" and flops > COMPILE_FLOPS_CPU and has_compiler()
 
 
 def choose_attention(device: torch.device, compiled: bool, precision: str, seq_len: int, soft_cap: float | None) -> str:

@@ -1,9 +1,6 @@
-import os
-import shlex
-import shutil
-
 import pytest
 import torch
+from hardware import needs_compiler
 from torch import nn
 from torch.nn.functional import linear as torch_linear
 
@@ -12,9 +9,6 @@ from model.attention import fused_attention
 from model.few_rows import FEW_ROWS, PackedLinear, attention_of_one, for_few_rows
 from model.native import load_kernels
 
-needs_compiler = pytest.mark.skipif(
-    shutil.which(shlex.split(os.environ.get("CXX") or "c++")[0]) is None, reason="the kernels need a C++ compiler"
-)
 SHAPES = [(64, 64), (32, 96), (96, 64), (96, 33), (32, 1), (48, 200), (17, 5), (1, 130)]
 
 
@@ -190,7 +184,7 @@ def test_a_quantized_model_says_nearly_what_it_said(small, arguments):
 
 
 @pytest.mark.parametrize("int8", [False, True])
-@pytest.mark.parametrize("compiler", ["/no/such/compiler", "false"])
+@pytest.mark.parametrize("compiler", ["/no/such/compiler", "false", "'unclosed"])
 def test_without_a_compiler_it_goes_on_and_says_so(compiler, int8, small, tmp_path, monkeypatch):
     monkeypatch.setenv("CXX", compiler)
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "extensions"))

@@ -1,12 +1,10 @@
 import copy
 import math
-import os
 import pickle
-import shlex
-import shutil
 
 import pytest
 import torch
+from hardware import needs_compiler
 from torch import nn
 from torch.nn.functional import silu
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -17,9 +15,7 @@ from model.few_rows import for_few_rows
 from model.gpt import checkpoint_activations
 from model.kernels import KERNELS, use_kernels
 
-pytestmark = pytest.mark.skipif(
-    shutil.which(shlex.split(os.environ.get("CXX") or "c++")[0]) is None, reason="the kernels need a C++ compiler"
-)
+pytestmark = needs_compiler
 
 
 @pytest.fixture(autouse=True)

@@ -6,6 +6,7 @@ import signal
 import sys
 from pathlib import Path
 
+import hardware
 import torch
 from hydra import compose, initialize_config_dir
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
@@ -54,6 +55,7 @@ def gradients(parallel: str, micro_batch: int) -> dict:
 
 
 def main(folder: Path, small: list[str]):
+    hardware.play()
     distributed.start(60.0)
     rank = distributed.rank()
     found = {}

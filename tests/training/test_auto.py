@@ -20,26 +20,41 @@ def choose(device="cpu", **changes):
     ("units", "precision"), [({}, "fp32"), ({"amx_bf16": True}, "bf16"), ({"avx512_bf16": True}, "bf16")]
 )
 def test_a_cpu_takes_bf16_only_with_units_for_it(monkeypatch, units, precision):
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: units)
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: units, raising=False)
     assert choose()["precision"] == precision
 
 
+def test_a_cpu_of_which_torch_does_not_say_takes_fp32(monkeypatch):
+    monkeypatch.delattr(torch.cpu, "get_capabilities", raising=False)
+    assert choose()["precision"] == "fp32"
+
+
+def test_the_precision_decides_the_rest(monkeypatch):
+    """With a compiler: kernels on a CPU without bf16 units; on one with them compiled code, if the run is long."""
+    monkeypatch.setattr(auto, "has_compiler", lambda: True)
+    for units, kernels, compile in (({}, True, False), ({"amx_bf16": True}, False, True)):
+        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda units=units: units, raising=False)
+        for flops in (1e9, 1e15):
+            choices = choose(kernels="auto", flops=flops)
+            assert (choices["kernels"], choices["compile"]) == (kernels, compile and flops > 1e9)
+
+
 def test_short_runs_are_not_compiled(monkeypatch):
-    monkeypatch.setattr(auto.shutil, "which", lambda name: "/usr/bin/c++")
-    assert choose(flops=1e15, kernels="auto")["compile"] is False  # what kernels do, in fp32 on a CPU
+    monkeypatch.setattr(auto, "has_compiler", lambda: True)
+    assert choose(precision="fp32", flops=1e15, kernels="auto")["compile"] is False  # what kernels do
     assert choose(flops=1e9)["compile"] is False
     assert choose(flops=1e15)["compile"] is True
-    monkeypatch.setattr(auto.shutil, "which", lambda name: None)
+    monkeypatch.setattr(auto, "has_compiler", lambda: False)
     assert choose(flops=1e15)["compile"] is False
 
 
 def test_kernels_are_for_fp32_on_a_cpu_with_a_compiler(monkeypatch):
-    monkeypatch.setattr(auto.shutil, "which", lambda name: "/usr/bin/c++")
+    monkeypatch.setattr(auto, "has_compiler", lambda: True)
     assert choose(precision="fp32", kernels="auto")["kernels"] is True
     assert choose(precision="bf16", kernels="auto")["kernels"] is False
     assert choose(precision="fp32", kernels="auto", compile=True)["kernels"] is False
     assert choose(precision="fp32", kernels="auto", device="cuda")["kernels"] is False
-    monkeypatch.setattr(auto.shutil, "which", lambda name: None)
+    monkeypatch.setattr(auto, "has_compiler", lambda: False)
     assert choose(precision="fp32", kernels="auto")["kernels"] is False
 
 

@@ -1,12 +1,8 @@
-import shutil
-
-import pytest
 import torch
+from hardware import needs_torch_compile
 
 from model import GPT, generate
 from training.compilation import compile_step
-
-pytestmark = pytest.mark.skipif(shutil.which("c++") is None, reason="compiling for a CPU needs a C++ compiler")
 
 
 def compilations() -> int:
@@ -21,6 +17,7 @@ def random_model(**arguments) -> GPT:
     return model
 
 
+@needs_torch_compile
 def test_one_compilation_serves_every_size_of_the_cache_and_its_own_model_only():
     """Texts that grow through all buckets, and slide; rows of different lengths; then another model."""
     model, rows = random_model(), [[3], [1, 2, 3, 4, 5]]

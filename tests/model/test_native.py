@@ -1,0 +1,102 @@
+import os
+
+import pytest
+import torch
+from hardware import needs_compiler
+
+from model import native
+from model.few_rows import for_few_rows
+
+
+@pytest.fixture
+def tiny(tmp_path, monkeypatch):
+    """load_kernels as at a process's start, for a source that is compiled at once, into an empty folder."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "tiny.cpp").write_text("int one() { return 1; }\n")
+    monkeypatch.setattr(native, "__file__", str(tmp_path / "model" / "native.py"))
+    monkeypatch.setattr(native, "kernels_loaded", lambda: False)
+    monkeypatch.setattr(torch.library, "register_fake", lambda name: lambda function: function)
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "extensions"))
+
+    def load() -> tuple[list[str], list[str]]:
+        """-> what was said, and which libraries torch was given."""
+        said, loaded = [], []
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.ops, "load_library", loaded.append)
+            native.load_kernels(said.append)
+        return said, loaded
+
+    return load
+
+
+BUILDING = ["building the kernels for this machine, once"]
+
+
+@needs_compiler
+def test_a_damaged_library_is_built_again_and_never_loaded(tiny, tmp_path):
+    """As a power cut or a full disk leaves it; torch would end the process by a bus error."""
+    assert tiny()[0] == BUILDING
+    (path,) = (tmp_path / "extensions").iterdir()
+    whole = path.read_bytes()
+    for damaged in (whole[: len(whole) // 2], b"", whole[:-1] + bytes([whole[-1] ^ 1]), whole + b"more"):
+        path.write_bytes(damaged)
+        assert tiny() == (BUILDING, [str(path)])
+        assert path.read_bytes() == whole
+        assert tiny() == ([], [str(path)])
+
+
+@needs_compiler
+def test_what_a_killed_build_leaves_is_not_waited_for(tiny, tmp_path):
+    for name in ("lock", "tmp123/lock", "tmp123/built.so"):
+        (tmp_path / "extensions" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "extensions" / name).touch()
+    said, (library,) = tiny()
+    assert said == BUILDING and library.endswith(".so")
+
+
+@needs_compiler
+def test_a_library_that_does_not_load_here_is_built_again_beside_it(tiny, tmp_path, monkeypatch):
+    """Whole, but from a machine with other libraries, in a home that both share."""
+    tiny()
+    (path,) = (tmp_path / "extensions").iterdir()
+    content = b"for newer libraries than these"
+    other = path.with_name(f"{path.stem.rpartition('-')[0]}-{native._digest(content)}.so")
+    path.unlink()
+    other.write_bytes(content)
+
+    def load(library):
+        if library == str(other):
+            raise OSError("version `GLIBC_9' not found")
+
+    monkeypatch.setattr(torch.ops, "load_library", load)
+    said = []
+    native.load_kernels(said.append)
+    assert said == BUILDING and set((tmp_path / "extensions").iterdir()) == {path, other}
+
+
+@pytest.mark.parametrize("quantize", [False, True])
+def test_where_nothing_can_be_written_it_goes_on_and_says_so_in_a_line(small, tmp_path, monkeypatch, quantize):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "file" / "extensions"))
+    monkeypatch.setattr(native, "kernels_loaded", lambda: False)
+    model, tokens, said = small().float(), torch.randint(17, (2, 8)), []
+    before = model(tokens)
+    for_few_rows(model, quantize, said.append)
+    (line,) = said
+    assert line.startswith("the kernels of generation cannot be built, going on without, slower: ")
+    assert f"Not a directory: '{tmp_path}/file" in line and line.endswith(
+        "TORCH_EXTENSIONS_DIR may name another folder"
+    )
+    torch.testing.assert_close(model(tokens), before, rtol=0, atol=0.3 if quantize else 0)
+
+
+@pytest.mark.parametrize("command", ["false", "/no/such/compiler", "'unclosed", " ", "c++ -std=no"])
+def test_what_does_not_compile_is_no_compiler(monkeypatch, command):
+    monkeypatch.setenv("CXX", command)
+    assert not native.has_compiler()
+
+
+@needs_compiler
+def test_a_compiler_may_come_with_options(monkeypatch):
+    monkeypatch.setenv("CXX", f"{os.environ.get('CXX') or 'c++'} -O1")
+    assert native.has_compiler()
