@@ -6,12 +6,12 @@ import math
 from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from fnmatch import fnmatch
 from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
 
+from data.split import Split, check_names, choose, is_file_named, share_hash
 from data.tokenizer import Tokenizer, load_tokenizer
 
 FORMAT = 2
@@ -174,8 +174,8 @@ def open_mixture(corpora: dict[str, float]) -> Corpus:
 def open_token_files(paths: list[str], tokenizer: Tokenizer, validation: list[str], share: float) -> Corpus:
     """Raw tokens, uint16 or by a vocabulary above 65,536 uint32, as datatrove writes them (.ds), read as they are.
 
-    Held out are the files that `validation` names by patterns; where it is empty those whose name has a hash below
-    `share`, at least the lowest; of a single file its end, from the beginning of a document on.
+    Held out are the files that `validation` names by patterns; where it is empty about `share` of the tokens, by hashes
+    of the files' names, as of documents: see `choose`. A file that is cut is cut where a document begins.
     """
     dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32)
     arrays = {}
@@ -186,27 +186,39 @@ def open_token_files(paths: list[str], tokenizer: Tokenizer, validation: list[st
                 f"{path} has {size} bytes, no multiple of {dtype.itemsize}: it holds no {dtype.name} tokens"
             )
         arrays[str(path)] = np.memmap(path, dtype, "r")
-    if validation:
-        held = {path for path in arrays if any(fnmatch(path, pattern) for pattern in validation)}
+    check_names(validation, list(arrays))
+    hashes = {path: share_hash(Path(path).name) for path in arrays}
+    if validation or len(arrays) == 1:
+        split = Split(validation, 0.0, cut=share)
     else:
-        hashes = {
-            path: int.from_bytes(hashlib.sha256(Path(path).name.encode()).digest()[:8]) / 2**64 for path in arrays
-        }
-        held = {path for path, value in hashes.items() if value < share} or {min(hashes, key=hashes.__getitem__)}
-    if len(arrays) == 1 and not validation:
-        tokens = Tokens(list(arrays.values()))
-        at = int(len(tokens) * (1 - share))
-        bounds = tokenizer.document_bounds(tokens)[0]
-        cut = int(bounds[np.searchsorted(bounds, at)]) if len(bounds) and bounds[-1] >= at else at
-        train, rest = [tokens.arrays[0][:cut]], [tokens.arrays[0][cut:]]
-    else:
-        train = [array for path, array in arrays.items() if path not in held]
-        rest = [array for path, array in arrays.items() if path in held]
+        split = choose(list(hashes.values()), [len(array) for array in arrays.values()], share)
+    cuts = {}  # where what is held out of a file begins
+    for path, array in arrays.items():
+        part = split.share_of(hashes[path], len(array))
+        if validation:
+            part = any(is_file_named(path, pattern) for pattern in validation)
+        at = int(len(array) * (1 - part))
+        cuts[path] = _next_document(array, at, tokenizer) if 0 < part < 1 else at
+    train = [array[: cuts[path]] for path, array in arrays.items() if cuts[path] > 0]
+    rest = [array[cuts[path] :] for path, array in arrays.items() if cuts[path] < len(array)]
     for name, some in (("train", train), ("validation", rest)):
         if not some:
             raise ValueError(f"no file is left for {name}: data.validation {validation}, files {', '.join(arrays)}")
-    # no checksum of what may be terabytes: names and sizes
-    shards = [{"file": path, "tokens": len(array), "sha256": f"{path}:{len(array)}"} for path, array in arrays.items()]
+    # no checksum of what may be terabytes: names and sizes, and how they are cut where hashes alone do not tell it
+    lowest = {path for path, value in hashes.items() if value < share} or {min(hashes, key=hashes.__getitem__)}
+    by_hash = {path: 0 if path in lowest else len(array) for path, array in arrays.items()}
+    told = validation or len(arrays) == 1 or cuts == by_hash
+    shards = [
+        {"file": path, "tokens": len(array), "sha256": f"{path}:{len(array)}" + ("" if told else f":{cuts[path]}")}
+        for path, array in arrays.items()
+    ]
     manifest = {"tokenizer": tokenizer.fingerprint(), "splits": {"all": {"shards": shards}}}
     train, rest = (Tokens(some, tokenizer.vocab_size) for some in (train, rest))
     return Corpus(Path(paths[0]).parent, tokenizer, train, rest, manifest)
+
+
+def _next_document(tokens: np.ndarray, at: int, tokenizer: Tokenizer) -> int:
+    """Where the first document that does not begin before `at` begins; `at` itself where there is none."""
+    before = max(at - 1, 0)
+    starts = tokenizer.document_bounds(Tokens([tokens[before:]]))[0]
+    return before + int(starts[1]) if len(starts) > 1 else at

@@ -27,7 +27,7 @@ from filelock import FileLock
 from data import sources
 from data.corpus import FORMAT, Corpus, check_shard, open_corpus, open_mixture, open_token_files
 from data.readers import Document
-from data.split import Split, plan_split
+from data.split import LOOK, Split, is_about, plan_split
 from data.tokenizer import (
     END_OF_TEXT,
     ByteTokenizer,
@@ -42,6 +42,7 @@ from data.tokenizer import (
 SHARD_TOKENS = 2**26  # 128 MB of uint16
 GROUP_CHARS = 2**20  # documents that go to a thread at once
 SPLITS = ("train", "validation")
+TOKENS = (".ds", ".bin")  # how files of tokens are called
 
 
 def prepare(data: dict, tokenizer: dict, root: Path = Path("corpora")) -> Corpus:
@@ -55,7 +56,8 @@ def prepare(data: dict, tokenizer: dict, root: Path = Path("corpora")) -> Corpus
         return open_mixture(data["corpora"])
     if data["source"] == "tokens":
         made = make_tokenizer(tokenizer, [], [])
-        return open_token_files(sources.find(data["paths"]), made, data["validation"], data["validation_share"])
+        files = sources.find(data["paths"], TOKENS)
+        return _say_share(open_token_files(files, made, data["validation"], data["validation_share"]), data)
     folder = corpus_folder(data, tokenizer, root)
     if not folder.exists():
         root.mkdir(parents=True, exist_ok=True)
@@ -63,7 +65,16 @@ def prepare(data: dict, tokenizer: dict, root: Path = Path("corpora")) -> Corpus
             if not folder.exists():  # nobody made it while we waited
                 prepare_part(data, tokenizer, folder, 0, 1)
                 merge_parts(data, tokenizer, folder, 1)
-    return open_corpus(folder)
+    return _say_share(open_corpus(folder), data)
+
+
+def _say_share(corpus: Corpus, data: dict) -> Corpus:
+    """Says it where much more or much less is held out than was asked for."""
+    held = len(corpus.validation) / (len(corpus.train) + len(corpus.validation))
+    if not data["validation"] and not is_about(held, data["validation_share"]) and os.environ.get("RANK", "0") == "0":
+        asked = f"data.validation_share={data['validation_share']}"
+        print(f"{held:.2%} of the text is held out, {asked} asks for {data['validation_share']:.2%} ({corpus.folder})")
+    return corpus
 
 
 def corpus_folder(data: dict, tokenizer: dict, root: Path) -> Path:
@@ -93,15 +104,19 @@ def make_plan(data: dict, tokenizer: dict, folder: Path) -> tuple[Split, Tokeniz
     """Made by whoever comes first, from the first documents of the source; the same for all parts."""
     work, cache = work_folder(folder), folder.parent / "downloads"
     if not (work / "plan.json").exists():
+        sources.check(data)
         print(f"preparing {folder}: looking at the text, making the tokenizer", flush=True)
         stream = sources.documents(data, cache)
-        some = list(_first(stream, tokenizer["train_chars"]))
+        some = list(_first(stream, max(tokenizer["train_chars"], LOOK)))
         rest = next(stream, None)
         if not some:
             raise ValueError("data: there is no text in it, every document is empty")
         split = plan_split(some, rest is None, data["validation"], data["validation_share"])
-        training = (d.text for document in some for which, d in split.pieces(document) if which == "train")
+        learned = _first(some, tokenizer["train_chars"])
+        training = (d.text for document in learned for which, d in split.pieces(document) if which == "train")
         unread = chain([rest], stream) if rest is not None else iter(())
+        for remark in sources.remarks(data, some):
+            print(remark)
         make_tokenizer(tokenizer, training, chain(some, unread)).save(work / "tokenizer")
         _write_json(work / "plan.json", {"split": asdict(split), "source_hash": _source_hash(data)})
     plan = json.loads((work / "plan.json").read_text(encoding="utf-8"))

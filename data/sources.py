@@ -2,11 +2,13 @@
 
 import hashlib
 from collections.abc import Iterable, Iterator
+from fnmatch import fnmatch
 from itertools import islice
 from pathlib import Path
 
 from data import shakespeare
-from data.readers import COMPRESSED, Document, columns, document, find, read_file
+from data.readers import COMPRESSED, ROWS, TEXT, Document, columns, document, ending, find, read_file
+from data.split import check_names, is_file_named
 
 
 def documents(data: dict, cache: Path, part: int = 0, parts: int = 1) -> Iterator[Document]:
@@ -23,6 +25,34 @@ def documents(data: dict, cache: Path, part: int = 0, parts: int = 1) -> Iterato
         paths = find(data["paths"])[part::parts]
         found = (one for path in paths for one in read_file(path, data))
     return (one for one in found if one.text)
+
+
+def check(data: dict):
+    """ValueError, before anything is read, where data.validation names what cannot be there."""
+    if data["source"] == "files":
+        files, patterns = find(data["paths"]), data["validation"]
+        check_names(patterns, files)
+        if patterns and all(any(is_file_named(file, pattern) for pattern in patterns) for file in files):
+            raise ValueError(f"nothing is left to train on: all {len(files)} files are held out for validation")
+    elif data["source"] == "hub":
+        for pattern in data["validation"]:  # documents are called REPO:PART:ROW
+            names = (data["repo"], Path(data["repo"]).name)
+            if not pattern.startswith("*") and not any(fnmatch(name, pattern.split(":")[0]) for name in names):
+                raise ValueError(f"data.validation: {pattern} is no document of the Hub, such as {data['repo']}:0:17")
+
+
+def remarks(data: dict, some: list[Document]) -> list[str]:
+    """What a user should know of how files are read, by their first documents: one line each."""
+    found = []
+    if data["source"] != "files":
+        return found
+    others = sorted({kind for path in find(data["paths"]) if (kind := ending(path)) not in ("", *TEXT, *ROWS)})
+    if others:
+        found.append(f"read as plain text, with all their signs: {', '.join(others)} files")
+    texts = [one for one in some if one.file is not None and ending(one.file) not in ROWS]
+    if data["separator"] is not None and texts and all(one.name == f"{one.file}:0" for one in texts):
+        found.append(f"data.separator {data['separator']!r} occurs nowhere: each text file is one document")
+    return found
 
 
 def identity(data: dict) -> dict:

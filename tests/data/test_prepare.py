@@ -268,10 +268,14 @@ def test_token_files_are_read_as_they_are(tmp_path):
     corpus = open_token_files(paths, tokenizer, ["b.*"], 0.1)
     assert tokenizer.decode(corpus.train.read(0, 3)) == "a 0"
     assert tokenizer.decode(corpus.validation.read(0, 3)) == "b 0"
-    assert len(open_token_files(paths, tokenizer, [], 0.1).train.arrays) == 2
+    third = open_token_files(paths, tokenizer, [], 0.3)
+    assert len(third.train.arrays) == 2 and len(third.validation.arrays) == 1
     single = open_token_files(["a.ds"], tokenizer, [], 0.1)
     assert tokenizer.decode(single.validation.read(0, 2)) == "a "  # from the beginning of a document on
     assert 0.05 < len(single.validation) / (len(single.train) + len(single.validation)) < 0.15
+    each = open_token_files(paths, tokenizer, [], 0.1)  # a third would be far too much: each gives its end
+    assert [len(array) for array in each.train.arrays] == [len(single.train)] * 3
+    assert [len(array) for array in each.validation.arrays] == [len(single.validation)] * 3
     (tmp_path / "odd.ds").write_bytes(b"odd")
     with pytest.raises(ValueError, match="odd.ds has 3 bytes, no multiple of 2"):
         open_token_files(["odd.ds"], tokenizer, [], 0.1)
