@@ -3,7 +3,7 @@
 import os
 import sys
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
@@ -174,6 +174,8 @@ def _train(cfg: Train, run: Path, group: str | None, began: float) -> int:
     guard.skip = sorted({*guard.skip, *cfg.skip_batches})
 
     def save(step: int, row: dict):
+        if step - 1 not in guard.skip:
+            guard.rollbacks = 0
         weights, about = checkpoint.snapshot(model)
         about |= {"step": step, "seq_len": cfg.seq_len, "precision": choices["precision"], "data": asdict(cfg.data)}
         about |= {"tokenizer": asdict(cfg.tokenizer), "tokenizer_hash": tokenizer.fingerprint()}
@@ -204,10 +206,11 @@ def _train(cfg: Train, run: Path, group: str | None, began: float) -> int:
     def roll_back() -> int:
         """To the last checkpoint -> its step; what jumped, and is to be skipped, stays known. ValueError if none is."""
         saver.wait()
-        folder, skip, spikes = distributed.agreed(checkpoint.find, run, True), guard.skip, guard.spikes
+        folder, known = distributed.agreed(checkpoint.find, run, True), guard
         distributed.load_weights(model, checkpoint.read_weights(folder))
         remember(checkpoint.load_training(folder))
-        guard.skip, guard.spikes, step = skip, spikes, checkpoint.read_about(folder)["step"]
+        guard.skip, guard.spikes, guard.rollbacks = known.skip, known.spikes, known.rollbacks
+        step = checkpoint.read_about(folder)["step"]
         if first:
             checkpoint.set_aside(run, step)
         return step
@@ -321,7 +324,7 @@ def _train(cfg: Train, run: Path, group: str | None, began: float) -> int:
                     )
                     norm = gradient_norm(optimizer, scaler)
                     loss = sum(distributed.gather(total.item())[0]) / sum(counts)
-                healthy = guards.finite(loss, norm.item())
+                healthy, before = guards.finite(loss, norm.item()), replace(guard)
                 if not healthy and scaler.is_enabled() and guards.finite(loss) and scaler.get_scale() >= 1:
                     update(
                         optimizer, scaler, factor=factor, norm=norm, clip=clip
@@ -340,10 +343,19 @@ def _train(cfg: Train, run: Path, group: str | None, began: float) -> int:
                     scaler.update()
                     optimizer.zero_grad(set_to_none=True)
                 elif guard.is_spike(loss, cfg.spike_sigmas, cfg.spike_window) and cfg.on_spike == "rollback":
-                    screen.say(f"the loss of step {step + 1} jumped to {loss:.4f}: back to the last checkpoint")
-                    guard.skip = sorted({*guard.skip, step})
+                    what = f"the loss of step {step + 1} jumped to {loss:.4f}"
                     scaler.update()
                     optimizer.zero_grad(set_to_none=True)
+                    if guard.rollbacks >= cfg.max_skips:
+                        guard = before  # it has not seen this batch
+                        checkpoint.set_rng_state(rng)
+                        ensure_saved(step)
+                        saver.wait()
+                        there = f"step {step} is saved: " if not saver.failed else ""
+                        hint = f"resume=auto with on_spike=count, or a higher spike_sigmas than {cfg.spike_sigmas}"
+                        raise ValueError(f"{what}, after max_skips={cfg.max_skips} times back; {there}try {hint}")
+                    screen.say(f"{what}: back to the last checkpoint")
+                    guard.skip, guard.rollbacks = sorted({*guard.skip, step}), guard.rollbacks + 1
                     try:
                         step = roll_back()
                     except ValueError as error:

@@ -510,6 +510,22 @@ def test_after_a_jump_the_run_goes_back_and_ends_as_without_that_batch(run, monk
     assert final(back)[1]["guard"]["spikes"] == rows(back)[-1]["spikes"] == 1
 
 
+@pytest.mark.parametrize("every", [1, 2, 100])
+def test_losses_that_go_on_jumping_end_the_run_where_it_can_go_on(run, monkeypatch, every):
+    """However often it saves; another text from step 5 on, say."""
+    options = ["spike_window=3", "spike_sigmas=10", f"every.checkpoint={every}", "steps=12"]
+    without = run("without", *options, "skip_batches=[4,5,6]")
+    steps, rate_factor, gradients = [], train.rate_factor, train.compute_gradients
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "rate_factor", lambda step, *a, **k: (steps.append(step), rate_factor(step, *a, **k))[1])
+        patch.setattr(train, "compute_gradients", lambda *a, **k: gradients(*a, **k) * 100 ** (steps[-1] >= 4))
+        with pytest.raises(ValueError, match="step 8 jumped to .*, after max_skips=3 times back; step 7 is saved: try"):
+            run("jumping", *options, "on_spike=rollback", "max_skips=3")
+    back = run("jumping", *options, "resume=auto", "on_spike=rollback", "max_skips=3")
+    assert same(final(without)[0], final(back)[0]) and final(back)[1]["guard"]["rollbacks"] == 0
+    assert final(back)[1]["guard"]["spikes"] == 3
+
+
 def test_there_is_something_to_go_back_to_in_a_run_that_began_elsewhere(run, monkeypatch):
     first = run("first", "stop_after=3")
     options = [f"resume={first}", "every.checkpoint=100", "spike_window=2", "spike_sigmas=50"]

@@ -19,7 +19,8 @@ class Guard:
 
     losses: of the last steps, with rows as long as now. skip: steps whose batch is passed over. skipped: steps that
     changed no weight, so or because their numbers were not finite. in_a_row: how many of the latter came last, one
-    after the other. spikes: losses more than so many standard deviations above the mean of those before.
+    after the other. spikes: losses more than so many standard deviations above the mean of those before. rollbacks:
+    since the last checkpoint behind which a batch was learned from.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -27,6 +28,7 @@ class Guard:
     skipped: int = 0
     in_a_row: int = 0
     spikes: int = 0
+    rollbacks: int = 0
 
     def passed_over(self):
         """A step without an update."""
