@@ -6,7 +6,7 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,21 +15,40 @@ import torch
 CODE = Path(__file__).resolve().parent.parent
 
 
-def record_environment(run: Path, device: torch.device, **facts) -> dict:
+PROGRAM = (  # where its files are, as git takes it; nothing else of a checkout is anybody's business
+    ":(glob)*.py",
+    *(f"{folder}/*.py" for folder in ("conf", "data", "insight", "model", "scripts", "training")),
+    *("conf/*.yaml", "model/*.cpp", "model/*.h"),
+)
+LARGEST_PATCH = 2**22  # bytes
+
+
+def record_environment(run: Path, device: torch.device, warn: Callable[[str], None] = print, **facts) -> dict:
     """Writes environment.json: with what the run was made, and `facts`; gives what it says.
 
-    Where the code is a git checkout that differs from its commit, changes.patch holds the difference.
+    Where the code is a git checkout whose program differs from its commit, changes.patch holds the difference, of no
+    other file. "changed" is null where that cannot be known; "untracked" names its files that git does not know.
     """
-    commit = changes = None
-    if _git("ls-files", "--error-unmatch", "train.py"):  # the checkout is ours, not one that we are installed in
-        commit, changes = _git("rev-parse", "HEAD"), _git("diff", "--binary", "--no-color", "--no-ext-diff", "HEAD")
-    if changes:
+    commit = changed = changes = untracked = None
+    (run / "changes.patch").unlink(missing_ok=True)
+    try:
+        if _git("ls-files", "--error-unmatch", "train.py") is not None:  # ours, not one that we are installed in
+            commit = _git("rev-parse", "HEAD")
+            difference = ("diff", "--no-color", "--no-ext-diff", "HEAD")
+            changes = _git(*difference, "--binary", "--", *PROGRAM)
+            others = _git("ls-files", "--others", "--exclude-standard", "--", *PROGRAM)
+            untracked = others.decode(errors="replace").splitlines() if others is not None else None
+            changed = None if changes is None else bool(changes)
+    except subprocess.TimeoutExpired as error:
+        warn(f"how the code differs from its commit is not recorded: git took more than {error.timeout:.0f} s")
+    if changes and len(changes) > LARGEST_PATCH:
+        warn(f"how the code differs from its commit is not recorded: {len(changes):,} bytes, {LARGEST_PATCH:,} at most")
+    elif changes:
         (run / "changes.patch").write_bytes(changes)
-    else:
-        (run / "changes.patch").unlink(missing_ok=True)
     environment = {
         "commit": commit.decode().strip() if commit else None,
-        "changed": bool(changes),
+        "changed": changed,
+        "untracked": untracked,
         "python": platform.python_version(),
         "torch": torch.__version__,
         "device": _device_name(device),
@@ -43,11 +62,11 @@ def record_environment(run: Path, device: torch.device, **facts) -> dict:
 
 
 def _git(*arguments: str) -> bytes | None:
-    """What git says about the code; None where there is no git, or it refuses."""
+    """What git says about the code; None where there is no git, or it refuses. TimeoutExpired after 10 s."""
     command = ["git", "-C", str(CODE), *arguments]
     try:
         result = subprocess.run(command, capture_output=True, timeout=10)
-    except (OSError, subprocess.TimeoutExpired):
+    except OSError:
         return None
     return result.stdout if result.returncode == 0 else None
 

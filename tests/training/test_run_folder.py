@@ -66,4 +66,51 @@ def test_a_checkout_that_is_not_ours_or_none_has_no_commit(checkout, tmp_path, m
     (code / "train.py").write_text("secret = 2\n")
     assert record(tmp_path / "run")["commit"] is None and not (tmp_path / "run" / "changes.patch").exists()
     monkeypatch.setenv("PATH", "")
-    assert record(tmp_path / "run")["commit"] is None
+    environment = record(tmp_path / "run")
+    assert environment["commit"] is None and environment["changed"] is None
+
+
+def test_only_the_program_is_in_the_patch_and_what_git_does_not_know_is_named(checkout, tmp_path):
+    code, git = checkout
+    for name in (".env", "notes.txt", "conf/keys.env", "private/x.py", "model/.env.local", "runs/a.yaml"):
+        (code / name).parent.mkdir(exist_ok=True)
+        (code / name).write_text("KEY=hunter2\n")
+        git("add", "-N", "-f", name)
+    assert record(tmp_path / "run")["changed"] is False and not (tmp_path / "run" / "changes.patch").exists()
+    for name in ("conf/experiment/mine.yaml", "model/block.cpp", "model/deep/new.py", "own.py", "private/y.py"):
+        (code / name).parent.mkdir(exist_ok=True, parents=True)
+        (code / name).write_text("mine = 1\n")
+    environment = record(tmp_path / "run")
+    assert environment["changed"] is False
+    assert environment["untracked"] == ["conf/experiment/mine.yaml", "model/block.cpp", "model/deep/new.py", "own.py"]
+    git("add", ".")
+    environment, patch = record(tmp_path / "run"), (tmp_path / "run" / "changes.patch").read_text()
+    assert environment["changed"] is True and environment["untracked"] == []
+    assert "hunter2" not in patch and patch.count("+mine = 1") == 4
+
+
+def test_what_git_does_not_say_in_time_is_not_known_and_said(checkout, tmp_path, monkeypatch):
+    code, git = checkout
+    real = subprocess.run
+    (code / "train.py").write_text("a = 2\n")
+
+    def slow(command, **options):
+        if "diff" in command:
+            raise subprocess.TimeoutExpired(command, options["timeout"])
+        return real(command, **options)
+
+    monkeypatch.setattr(run_folder.subprocess, "run", slow)
+    said = []
+    environment = run_folder.record_environment(tmp_path, torch.device("cpu"), said.append)
+    assert environment["commit"] == git("rev-parse", "HEAD") and environment["changed"] is None
+    assert said == ["how the code differs from its commit is not recorded: git took more than 10 s"]
+
+
+def test_a_large_difference_is_not_copied_and_an_old_one_does_not_stay(checkout, tmp_path, monkeypatch):
+    code, _ = checkout
+    (code / "train.py").write_text("a = 2\n")
+    assert record(tmp_path / "run")["changed"] is True and (tmp_path / "run" / "changes.patch").exists()
+    monkeypatch.setattr(run_folder, "LARGEST_PATCH", 10)
+    said = []
+    assert run_folder.record_environment(tmp_path / "run", torch.device("cpu"), said.append)["changed"] is True
+    assert not (tmp_path / "run" / "changes.patch").exists() and "bytes, 10 at most" in said[0]
