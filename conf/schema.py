@@ -7,6 +7,7 @@ anything is read or built, and says in one line what is wrong.
 import difflib
 import math
 import re
+import unicodedata
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import get_args
 
@@ -15,8 +16,18 @@ from omegaconf.errors import ConfigKeyError, MissingMandatoryValue, OmegaConfBas
 
 
 def number(*, at_least=None, above=None, at_most=None, below=None):
-    """A field whose value (or every value of a list) lies in a range; NaN lies in none."""
+    """A field whose value (or every value of a list or a mapping) lies in a range; NaN lies in none."""
     return field(metadata={"at least": at_least, "above": above, "at most": at_most, "below": below})
+
+
+def count(at_least: int = 1, at_most: int = 10**12):
+    """A field of whole numbers, none of which is so large that what is computed with it would overflow."""
+    return number(at_least=at_least, at_most=at_most)
+
+
+def a_name():
+    """A field that names something, a file say: a text that is not empty and holds no control characters."""
+    return field(metadata={"a name": True})
 
 
 def one_of(*choices: str):
@@ -26,46 +37,46 @@ def one_of(*choices: str):
 
 @dataclass
 class Model:
-    d_model: int = number(at_least=1)
-    n_layers: int = number(at_least=1)
-    n_heads: int = number(at_least=1)
-    n_kv_heads: int | None = number(at_least=1)
-    d_ff: int = number(at_least=1)
-    max_seq_len: int = number(at_least=1)
+    d_model: int = count(at_most=2**24)
+    n_layers: int = count(at_most=10_000)
+    n_heads: int = count(at_most=2**24)
+    n_kv_heads: int | None = count(at_most=2**24)
+    d_ff: int = count(at_most=2**24)
+    max_seq_len: int = count(at_most=2**30)
     positions: str = one_of("rope", "learned", "sinusoidal", "alibi", "none")
-    theta: float = number(above=1)
+    theta: float = number(above=1, at_most=1e15)
     pairing: str = one_of("half", "interleaved")
     rope_scaling: str | None = one_of("interpolation", "ntk", "yarn")
-    rope_factor: float = number(at_least=1)
+    rope_factor: float = number(at_least=1, at_most=1e6)
     norm: str = one_of("rmsnorm", "layernorm")
-    norm_eps: float = number(above=0)
+    norm_eps: float = number(above=0, at_most=1)
     feed_forward: str = one_of("swiglu", "gelu", "relu2")
     qk_norm: bool
-    soft_cap: float | None = number(above=0)
-    window: int | None = number(at_least=1)
+    soft_cap: float | None = number(at_least=1e-6, at_most=1e6)
+    window: int | None = count()
     dropout: float = number(at_least=0, below=1)
     attention_dropout: float | None = number(at_least=0, below=1)
     tied: bool
     embedding_norm: bool
     zero_init: bool
-    vocab_multiple: int = number(at_least=1)
+    vocab_multiple: int = count(at_most=2**24)
 
 
 @dataclass
 class Data:
     source: str = one_of("shakespeare", "files", "hub", "tokens", "mixture")
-    paths: list[str]
+    paths: list[str] = a_name()
     separator: str | None
-    column: str
+    column: str = a_name()
     encoding_errors: str = one_of("strict", "replace")
-    wheel: str | None
-    repo: str | None
-    config: str | None
-    split: str
-    revision: str | None
-    corpora: dict[str, float] | None
-    max_tokens: int | None = number(at_least=1)
-    validation: list[str]
+    wheel: str | None = a_name()
+    repo: str | None = a_name()
+    config: str | None = a_name()
+    split: str = a_name()
+    revision: str | None = a_name()
+    corpora: dict[str, float] | None = number(above=0, at_most=1e12)
+    max_tokens: int | None = count(at_most=10**15)
+    validation: list[str] = a_name()
     validation_share: float = number(above=0, below=1)
     prompt: str
 
@@ -73,61 +84,61 @@ class Data:
 @dataclass
 class Tokenizer:
     kind: str = one_of("bpe", "bytes", "chars", "tiktoken", "json", "saved")
-    vocab_size: int | None = number(at_least=257)
+    vocab_size: int | None = count(at_least=257, at_most=2**24)
     pattern: str | None
     special: list[str]
-    train_chars: int = number(at_least=1)
-    encoding: str | None
-    path: str | None
+    train_chars: int = count(at_most=10**15)
+    encoding: str | None = a_name()
+    path: str | None = a_name()
     beginning: str | None
 
 
 @dataclass
 class Optimizer:
     name: str = one_of("adamw", "muon")
-    lr: float = number(above=0)
-    lr_embedding: float = number(above=0)
-    lr_head: float = number(above=0)
-    lr_gain: float = number(above=0)
+    lr: float = number(above=0, at_most=1e30)
+    lr_embedding: float = number(above=0, at_most=1e30)
+    lr_head: float = number(above=0, at_most=1e30)
+    lr_gain: float = number(above=0, at_most=1e30)
     momentum: float | None = number(at_least=0, below=1)
     betas: list[float] = number(at_least=0, below=1)
-    eps: float = number(above=0)
-    weight_decay: float = number(at_least=0)
-    clip: float = number(above=0)
+    eps: float = number(above=0, at_most=1)
+    weight_decay: float = number(at_least=0, at_most=1e30)
+    clip: float = number(above=0, at_most=1e30)
 
 
 @dataclass
 class Schedule:
     decay: str = one_of("cosine", "linear", "wsd", "constant")
-    warmup: int = number(at_least=0)
+    warmup: int = count(at_least=0)
     cooldown: float = number(above=0, at_most=1)
     final: float = number(at_least=0, at_most=1)
 
 
 @dataclass
 class Every:
-    log: int = number(at_least=1)
-    evaluate: int = number(at_least=1)
-    sample: int = number(at_least=1)
-    checkpoint: int = number(at_least=1)
+    log: int = count()
+    evaluate: int = count()
+    sample: int = count()
+    checkpoint: int = count()
 
 
 @dataclass
 class Sample:
     prompt: str
-    tokens: int = number(at_least=1)
-    temperature: float = number(at_least=0)
-    top_k: int | None = number(at_least=1)
+    tokens: int = count(at_most=100_000)
+    temperature: float = number(at_least=0, at_most=1e6)
+    top_k: int | None = count()
     top_p: float | None = number(above=0, at_most=1)
 
 
 @dataclass
 class Tracking:
     mode: str = one_of("auto", "online", "offline", "disabled")
-    project: str | None
-    name: str | None
-    timeout: float = number(above=0)
-    finish_timeout: float = number(above=0)
+    project: str | None = a_name()
+    name: str | None = a_name()
+    timeout: float = number(above=0, at_most=1e6)
+    finish_timeout: float = number(above=0, at_most=1e6)
     artifacts: bool
 
 
@@ -135,51 +146,51 @@ class Tracking:
 class DeviceSpec:
     """A device as its maker and its renters describe it, for estimates and for the mfu of a run on it."""
 
-    name: str
+    name: str = a_name()
     kind: str = one_of("gpu", "cpu")
-    flops_bf16: float | None = number(above=0)
-    flops_fp32: float = number(above=0)
-    memory: float = number(above=0)
-    price_per_hour: float | None = number(at_least=0)
+    flops_bf16: float | None = number(above=0, at_most=1e24)
+    flops_fp32: float = number(above=0, at_most=1e24)
+    memory: float = number(above=0, at_most=1e18)
+    price_per_hour: float | None = number(at_least=0, at_most=1e9)
 
 
 @dataclass
 class Train:
     """Everything that `python train.py` can be told."""
 
-    name: str
-    steps: int = number(at_least=1)
-    stop_after: int | None = number(at_least=1)
-    seed: int = number(at_least=0)
-    device: str
+    name: str = a_name()
+    steps: int = count()
+    stop_after: int | None = count()
+    seed: int = count(at_least=0, at_most=2**62)
+    device: str = a_name()
     precision: str = one_of("auto", "fp32", "bf16", "fp16")
     kernels: bool | str
     compile: bool | str
     attention: str = one_of("auto", "fused", "written")
-    batch_tokens: int = number(at_least=1)
+    batch_tokens: int = count()
     micro_batch: int | str
-    seq_len: int = number(at_least=1)
+    seq_len: int = count(at_most=2**30)
     seq_len_warmup: float = number(at_least=0, at_most=1)
     packing: str = one_of("stream", "documents")
-    evaluation_tokens: int | None = number(at_least=1)
+    evaluation_tokens: int | None = count(at_most=10**15)
     dry_run: bool
-    world: int = number(at_least=1)
+    world: int = count(at_most=10**7)
     mfu: float = number(above=0, at_most=1)
     device_spec: DeviceSpec
-    resume: str | None
-    init_from: str | None
-    keep: int | None = number(at_least=1)
+    resume: str | None = a_name()
+    init_from: str | None = a_name()
+    keep: int | None = count()
     max_time: str | None
     deterministic: bool
     on_nonfinite: str = one_of("stop", "skip")
-    max_skips: int = number(at_least=1)
+    max_skips: int = count()
     on_spike: str = one_of("count", "rollback")
-    spike_sigmas: float = number(above=0)
-    spike_window: int = number(at_least=2)
-    skip_batches: list[int] = number(at_least=0)
+    spike_sigmas: float = number(above=0, at_most=1e30)
+    spike_window: int = count(at_least=2, at_most=10**6)
+    skip_batches: list[int] = count(at_least=0)
     parallel: str = one_of("ddp", "fsdp")
     activation_checkpointing: bool
-    rank_timeout: float = number(above=0)
+    rank_timeout: float = number(above=0, at_most=1e7)
     every: Every
     model: Model
     data: Data
@@ -194,25 +205,25 @@ class Train:
 class Generate:
     """Everything that `python -m scripts.generate` can be told."""
 
-    checkpoint: str
+    checkpoint: str = a_name()
     prompt: str | None
-    prompt_file: str | None
-    prompts_file: str | None
+    prompt_file: str | None = a_name()
+    prompts_file: str | None = a_name()
     interactive: bool
-    num_samples: int = number(at_least=1)
-    best_of: int = number(at_least=1)
-    max_new_tokens: int = number(at_least=1)
+    num_samples: int = count(at_most=10**9)
+    best_of: int = count(at_most=10**9)
+    max_new_tokens: int = count(at_most=10**9)
     stop: list[str]
-    temperature: float = number(at_least=0)
-    top_k: int | None = number(at_least=1)
+    temperature: float = number(at_least=0, at_most=1e6)
+    top_k: int | None = count()
     top_p: float | None = number(above=0, at_most=1)
     min_p: float | None = number(above=0, at_most=1)
     repetition_penalty: float = number(at_least=1e-6, at_most=1e6)
     frequency_penalty: float = number(at_least=-1e6, at_most=1e6)
-    seed: int | None = number(at_least=0, at_most=2**62)
+    seed: int | None = count(at_least=0, at_most=2**62)
     overflow: str = one_of("error", "slide", "extend")
-    batch: int = number(at_least=1)
-    device: str
+    batch: int = count(at_most=10**6)
+    device: str = a_name()
     precision: str = one_of("fp32", "bf16")
     quantize: str | None = one_of("int8")
     compile: bool
@@ -222,21 +233,21 @@ class Generate:
 class Evaluate:
     """Everything that `python -m scripts.evaluate` can be told."""
 
-    checkpoint: str
-    stride: int | None = number(at_least=1)
-    seq_len: int | None = number(at_least=1)
-    batch: int = number(at_least=1)
-    device: str
+    checkpoint: str = a_name()
+    stride: int | None = count()
+    seq_len: int | None = count(at_most=2**30)
+    batch: int = count(at_most=10**6)
+    device: str = a_name()
     quantize: str | None = one_of("int8")
     report: bool
     json: str | None
     plot: str | None
-    ngram_order: int = number(at_least=1)
-    ngram_tokens: int = number(at_least=1)
-    samples: int = number(at_least=1)
-    sample_tokens: int = number(at_least=1)
-    temperature: float = number(at_least=0)
-    seed: int = number(at_least=0, at_most=2**62)
+    ngram_order: int = count(at_most=100)
+    ngram_tokens: int = count()
+    samples: int = count(at_most=10**6)
+    sample_tokens: int = count(at_most=10**6)
+    temperature: float = number(at_least=0, at_most=1e6)
+    seed: int = count(at_least=0, at_most=2**62)
     data: Data | None
 
 
@@ -244,25 +255,25 @@ class Evaluate:
 class Doctor(Train):
     """Everything that `python -m scripts.doctor` can be told: a run's settings, or a checkpoint that has its own."""
 
-    checkpoint: str | None
-    json: str | None
+    checkpoint: str | None = a_name()
+    json: str | None = a_name()
 
 
 @dataclass
 class Prepare:
     """Everything that `python -m scripts.prepare` can be told."""
 
-    shard_index: int | None = number(at_least=0)
-    num_shards: int = number(at_least=1)
+    shard_index: int | None = count(at_least=0)
+    num_shards: int = count(at_most=10**6)
     report: bool
     verify: bool
-    export: str | None
-    step: int = number(at_least=0, at_most=10**12)
-    run: str | None
-    batch_tokens: int = number(at_least=1)
-    seq_len: int = number(at_least=1)
+    export: str | None = a_name()
+    step: int = count(at_least=0)
+    run: str | None = a_name()
+    batch_tokens: int = count()
+    seq_len: int = count(at_most=2**30)
     packing: str = one_of("stream", "documents")
-    seed: int = number(at_least=0)
+    seed: int = count(at_least=0, at_most=2**62)
     data: Data
     tokenizer: Tokenizer
 
@@ -271,24 +282,24 @@ class Prepare:
 class Lessons:
     """Everything that `python -m scripts.lessons` can be told."""
 
-    plot: str | None
-    checkpoint: str | None
-    seed: int = number(at_least=0)
+    plot: str | None = a_name()
+    checkpoint: str | None = a_name()
+    seed: int = count(at_least=0, at_most=2**62)
 
 
 @dataclass
 class ImportHF:
     """Everything that `python -m scripts.import_hf` can be told."""
 
-    source: str
-    target: str
+    source: str = a_name()
+    target: str = a_name()
 
 
 @dataclass
 class Explain:
     """Everything that `python -m scripts.explain` can be told."""
 
-    checkpoint: str
+    checkpoint: str = a_name()
     method: str = one_of(
         "attention", "occlusion", "swap", "gradient", "integrated_gradients", "ablation", "patching", "lens"
     )
@@ -298,13 +309,13 @@ class Explain:
     corrupted: str | None
     replacement: str | None
     ablation: str = one_of("zero", "mean")
-    key: int | None = number(at_least=0)
-    max_steps: int = number(at_least=1)
-    batch: int = number(at_least=1)
-    device: str
-    json: str | None
-    plot: str | None
-    page: str | None
+    key: int | None = count(at_least=0)
+    max_steps: int = count(at_most=10**6)
+    batch: int = count(at_most=10**6)
+    device: str = a_name()
+    json: str | None = a_name()
+    plot: str | None = a_name()
+    page: str | None = a_name()
 
 
 def parse(cfg: DictConfig, schema: type = Train):
@@ -318,11 +329,28 @@ def parse(cfg: DictConfig, schema: type = Train):
     except MissingMandatoryValue as error:
         raise ValueError(f"{error.full_key} is needed: give {error.full_key}=...") from error
     except OmegaConfBaseException as error:
-        reason = _reason(error)
-        raise ValueError(f"{error.full_key}: {reason}" if error.full_key else reason) from error
+        reason, key = _reason(error), error.full_key or _culprit(cfg, schema)
+        raise ValueError(f"{key}: {reason}" if key else reason) from error
     _check_ranges(parsed)
     check_rules(parsed)
     return parsed
+
+
+def _culprit(cfg: DictConfig, schema: type) -> str | None:
+    """The setting that cannot be had, or cannot be what it is, where OmegaConf's error does not name it."""
+    typed, keys = OmegaConf.structured(schema), list(_keys(schema))
+    groups = {key.rpartition(".")[0] for key in keys}
+    for key in sorted(keys, key=lambda key: (key in groups, key.count("."))):
+        try:
+            value = OmegaConf.select(cfg, key, default="???")
+            if OmegaConf.is_config(value):
+                value = OmegaConf.to_container(value, resolve=True)
+            for part in reversed(key.split(".")):
+                value = {part: value}
+            OmegaConf.merge(typed, value)
+        except OmegaConfBaseException:
+            return key
+    return None
 
 
 def _reason(error: Exception) -> str:
@@ -365,12 +393,20 @@ def _check_ranges(node, prefix: str = ""):
         if is_dataclass(value):
             _check_ranges(value, key + ".")
             continue
+        if isinstance(value, dict):
+            value = list(value.values())
         for one in value if isinstance(value, list) else [value]:
             _check_value(key, one, item.metadata)
 
 
 def _check_value(key: str, value, allowed):
-    if value is None or not allowed:
+    if value is None:
+        return
+    if isinstance(value, str) and "\0" in value:
+        raise ValueError(f"{key} must not hold the character NUL, got {value!r}")
+    if "a name" in allowed and (not value.strip() or any(unicodedata.category(c) == "Cc" for c in value)):
+        raise ValueError(f"{key} must be a text that is not empty, without control characters, got {value!r}")
+    if "a name" in allowed or not allowed:
         return
     if "choices" in allowed:
         if value not in allowed["choices"]:
@@ -457,8 +493,8 @@ def check_rules(cfg):
                 f"tokenizer.vocab_size must hold the 256 bytes and the special tokens, "
                 f"{256 + len(t.special)}, got {t.vocab_size}"
             )
-        if not t.special or len(set(t.special)) < len(t.special):
-            raise ValueError(f"tokenizer.special must be different names, at least one, got {t.special}")
+        if not t.special or len(set(t.special)) < len(t.special) or "" in t.special:
+            raise ValueError(f"tokenizer.special must be different names, at least one and none empty, got {t.special}")
     data = getattr(cfg, "data", None)
     if data is not None:
         _check_data(data)
@@ -466,6 +502,15 @@ def check_rules(cfg):
         if data.source == "tokens" and hasattr(cfg, "tokenizer") and cfg.tokenizer.kind not in ready:
             raise ValueError(
                 f"data=tokens needs the tokenizer that made them, {', '.join(ready)}, got {cfg.tokenizer.kind}"
+            )
+    for name, some in (("", cfg), ("sample.", getattr(cfg, "sample", None))):
+        if 0 < getattr(some, "temperature", 0) < 1e-5:
+            raise ValueError(f"{name}temperature must be 0, or at least 1e-5, got {some.temperature}")
+    if hasattr(cfg, "batch_tokens"):
+        name = "steps" if hasattr(cfg, "steps") else "step"
+        if getattr(cfg, name) * cfg.batch_tokens > 10**18:
+            raise ValueError(
+                f"{name} x batch_tokens must be at most 10^18 tokens, got {getattr(cfg, name)} x {cfg.batch_tokens}"
             )
     if hasattr(cfg, "batch_tokens") and cfg.batch_tokens % cfg.seq_len:
         raise ValueError(

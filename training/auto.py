@@ -27,9 +27,10 @@ def choose_device(device: str, deterministic: bool = False) -> torch.device:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     try:
         chosen = torch.device(device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu")
-        torch.empty(1, device=chosen)
-    except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"device {device} cannot be used here: {str(error).splitlines()[0]}") from error
+        torch.zeros(1, device=chosen).item()  # which "meta" cannot
+    except Exception as error:  # of torch, of many kinds
+        reason = str(error).splitlines()[0].split(". ")[0]
+        raise ValueError(f"device {device} cannot be used here: {reason[:150]}") from error
     if chosen.type == "cuda":  # fp32 products by tensor cores
         torch.set_float32_matmul_precision("high")
     if deterministic or "torch._inductor" in sys.modules:
@@ -70,7 +71,7 @@ def choose(
     asked |= {"micro_batch": micro_batch}
     choices = {name: saved.get(name, "auto") if value == "auto" else value for name, value in asked.items()}
     if choices["precision"] == "auto":
-        choices["precision"] = choose_precision(device)
+        choices["precision"] = "fp32" if kernels is True and device.type == "cpu" else choose_precision(device)
     if choices["kernels"] == "auto":
         choices["kernels"] = _kernels(device, choices["precision"], choices["compile"])
     if choices["compile"] == "auto":
@@ -79,6 +80,9 @@ def choose(
         choices["attention"] = choose_attention(device, choices["compile"], choices["precision"], seq_len, soft_cap)
     if choices["micro_batch"] == "auto" or rows % choices["micro_batch"]:
         choices["micro_batch"] = _micro_batch(device, rows, seq_len, vocab_size)
+    if kernels is True and (device.type, choices["precision"], choices["compile"]) != ("cpu", "fp32", False):
+        got = f"device {device.type}, precision {choices['precision']}, compile {str(choices['compile']).lower()}"
+        raise ValueError(f"kernels=true needs a CPU, precision=fp32 and compile=false, got {got}: take kernels=auto")
     if choices["precision"] == "fp16" and device.type == "cpu":
         raise ValueError("precision=fp16 needs a GPU, got device cpu: take bf16 or fp32")
     return choices

@@ -1,11 +1,34 @@
-from dataclasses import asdict, fields
+import copy
+import math
+from dataclasses import asdict, fields, is_dataclass
+from typing import get_args
 
 import pytest
 import torch
+from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from conf.entry import REPOSITORY
-from conf.schema import Evaluate, Generate, ImportHF, Model, Prepare, parse
+from conf.schema import (
+    Data,
+    DeviceSpec,
+    Doctor,
+    Evaluate,
+    Every,
+    Explain,
+    Generate,
+    ImportHF,
+    Lessons,
+    Model,
+    Optimizer,
+    Prepare,
+    Sample,
+    Schedule,
+    Tokenizer,
+    Tracking,
+    Train,
+    parse,
+)
 from model import GPT
 from model.feed_forward import FEED_FORWARDS
 from model.norm import NORMS
@@ -107,6 +130,17 @@ def test_the_scripts_settings_compose(settings):
         ("data.separator=''", "data.separator must hold at least one character"),
         ("data.encoding_errors=ignore", "data.encoding_errors must be one of strict, replace, got ignore"),
         ("tokenizer.special=[]", "tokenizer.special must be different names"),
+        ("steps=${nope}", "steps: Interpolation key nope not found"),
+        ("model.d_ff=${oc.env:NOPE}", "model.d_ff: .*NOPE"),
+        ("data.paths=['a','${nope}']", "data.paths.*: Interpolation key nope not found"),
+        ("data.corpora=[1]", "data.corpora: "),
+        (["data=mixture", "data.corpora={a: -1}"], "data.corpora must be above 0, got -1"),
+        ("data.paths=['a\nb']", "data.paths must be a text that is not empty, without control characters, got 'a.nb'"),
+        ("sample.prompt='a\0b'", "sample.prompt must not hold the character NUL"),
+        ("seed=18446744073709551616", "seed must be at most 4611686018427387904, got 18446744073709551616"),
+        (["steps=1000000000000", "batch_tokens=128000000"], "steps x batch_tokens must be at most"),
+        ("sample.temperature=1e-6", "sample.temperature must be 0, or at least 1e-5, got 1e-06"),
+        ("tokenizer.special=['']", "tokenizer.special must be different names, at least one and none empty"),
         ("packing=rows", "packing must be one of stream, documents, got rows"),
         ("tokenizer.vocab_size=null", "needs tokenizer.vocab_size"),
     ],
@@ -138,3 +172,57 @@ def test_parsing_leaves_what_was_composed_as_it_was(settings):
     before = OmegaConf.to_yaml(composed)
     parse(composed)
     assert OmegaConf.to_yaml(composed) == before
+
+
+SCHEMAS = {"train": Train, "generate": Generate, "evaluate": Evaluate, "prepare": Prepare, "lessons": Lessons}
+SCHEMAS |= {"import_hf": ImportHF, "explain": Explain, "doctor": Doctor}
+GIVEN = {"generate": ["checkpoint=a"], "evaluate": ["checkpoint=a"], "explain": ["checkpoint=a"]}
+GIVEN |= {"import_hf": ["source=a", "target=b"]}
+NUMBERS, TEXTS = [0, -1, 10**30, math.nan, math.inf, True, "", "word", [1]], ["", "a\0b", [1]]
+
+
+def groups(cfg, kind: type):
+    """Each dataclass of settings, with the values of its own as they are composed."""
+    yield cfg, kind
+    for field in fields(kind):
+        if is_dataclass(field.type):
+            yield from groups(cfg[field.name], field.type)
+
+
+def inner(of_type) -> set[type]:
+    arguments = get_args(of_type)
+    return set().union(*map(inner, arguments)) if arguments else {of_type}
+
+
+@pytest.mark.parametrize("config", SCHEMAS)
+def test_every_strange_value_of_every_setting_is_in_range_or_refused_by_name(config):
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        composed = compose(config, overrides=GIVEN.get(config, []))
+    OmegaConf.resolve(composed)
+    refusals = 0
+    for cfg, kind in [(composed, Doctor)] if config == "doctor" else groups(composed, SCHEMAS[config]):
+        for field in fields(kind):
+            if is_dataclass(field.type) or (kind is Doctor and field in fields(Train)):
+                continue
+            for value in NUMBERS if inner(field.type) & {int, float} else TEXTS:
+                changed = copy.deepcopy(cfg)
+                OmegaConf.update(changed, field.name, value, merge=False)
+                try:
+                    parsed = getattr(parse(changed, kind), field.name)
+                except ValueError as refused:
+                    assert "\n" not in str(refused) and field.name in str(refused), (field.name, value, str(refused))
+                    refusals += 1
+                    continue
+                assert "\0" not in str(parsed), field.name
+                assert parsed != "" or "a name" not in field.metadata, field.name
+                assert not (isinstance(parsed, bool) and bool not in inner(field.type)), (field.name, value)
+                if isinstance(parsed, int | float):
+                    assert abs(parsed) <= (2**62 if isinstance(parsed, int) else 1e30), (field.name, value)
+    assert refusals > 0
+
+
+def test_every_number_has_an_upper_bound():
+    for kind in {Model, Data, Tokenizer, Optimizer, Schedule, Every, Sample, Tracking, DeviceSpec, *SCHEMAS.values()}:
+        for field in fields(kind):
+            if inner(field.type) & {int, float} and field.name != "micro_batch":
+                assert field.metadata["at most"] is not None or field.metadata["below"] is not None, field.name

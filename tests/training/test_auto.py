@@ -58,6 +58,22 @@ def test_kernels_are_for_fp32_on_a_cpu_with_a_compiler(monkeypatch):
     assert choose(precision="fp32", kernels="auto")["kernels"] is False
 
 
+def test_kernels_that_would_do_nothing_are_refused(monkeypatch):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"amx_bf16": True})
+    chosen = choose(kernels=True)
+    assert chosen["kernels"] is True and chosen["precision"] == "fp32" and chosen["compile"] is False
+    for changes in ({"precision": "bf16"}, {"compile": True}, {"device": "cuda", "precision": "fp32"}):
+        with pytest.raises(ValueError, match="kernels=true needs a CPU, precision=fp32 and compile=false, got"):
+            choose(kernels=True, **changes)
+
+
+@pytest.mark.parametrize("device", ["meta", "mkldnn", "privateuseone", "nope", "cuda:999999999999"])
+def test_a_device_that_cannot_compute_is_refused_in_one_short_line(device):
+    with pytest.raises(ValueError, match=f"device {device} cannot be used here: ") as refused:
+        auto.choose_device(device)
+    assert len(str(refused.value)) < 220 and "\n" not in str(refused.value)
+
+
 def test_what_was_asked_for_or_saved_is_kept():
     assert choose(precision="bf16", compile=True, attention="written", micro_batch=8) == {
         "precision": "bf16",
