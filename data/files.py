@@ -1,6 +1,8 @@
 """Files that others wrote, or that a disk damaged: what stands in them is checked before it is believed."""
 
 import reprlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -28,8 +30,20 @@ def parse_json(content: bytes | str, shape: Any, name: str) -> Any:
     """As read_json, of what is there already; `name` says what it is in the ValueError."""
     if not content.strip():
         raise ValueError(f"{name} is empty")
-    try:
+    with _in_a_line(name):
         return _adapter(shape).validate_json(content, strict=True, extra="allow")
+
+
+def check_shape(value: Any, shape: Any, name: str) -> Any:
+    """The same of what another reader has read."""
+    with _in_a_line(name):
+        return _adapter(shape).validate_python(value, strict=True, extra="allow")
+
+
+@contextmanager
+def _in_a_line(name: str) -> Iterator[None]:
+    try:
+        yield
     except ValidationError as error:
         raise ValueError(f"{name} is damaged: {_in_words(error)}") from None
 

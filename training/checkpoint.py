@@ -11,6 +11,7 @@ A folder is written beside, flushed to the disk and renamed in. A reader checks 
 sampling, training.pt may be missing.
 """
 
+import contextlib
 import hashlib
 import json
 import math
@@ -23,18 +24,116 @@ import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from inspect import Parameter, signature
 from pathlib import Path
+from typing import Annotated, Any, Literal, NotRequired
 
 import torch
 from filelock import FileLock, Timeout
+from pydantic import Field, FiniteFloat, InstanceOf
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from typing_extensions import TypedDict
 
+from data.files import check_shape, read_json
 from model.gpt import GPT
 from training.distributed import whole
 from training.run_folder import override
 
 FORMAT = 1
+
+# --- what stands in the files ---------------------------------------------------------------------------------------
+
+Whole = Annotated[int, Field(ge=0, lt=2**63)]
+Count = Annotated[int, Field(ge=1, lt=2**63)]
+Precision = Literal["fp32", "bf16", "fp16"]
+
+
+class Facts(TypedDict):
+    size: Whole
+    sha256: str
+
+
+class Manifest(TypedDict):
+    format: int
+    files: dict[str, Facts]
+
+
+def _shapes_of_arguments() -> dict[str, Any]:
+    """Of GPT's arguments, by its signature: all of its whole numbers count something."""
+    stricter = {int: Count, int | None: Count | None, float: FiniteFloat, float | None: FiniteFloat | None}
+    known = [one for name, one in signature(GPT.__init__).parameters.items() if name != "self"]
+    shapes = {one.name: stricter.get(one.annotation, one.annotation) for one in known}
+    return {
+        one.name: shapes[one.name] if one.default is Parameter.empty else NotRequired[shapes[one.name]] for one in known
+    }
+
+
+ARGUMENTS = _shapes_of_arguments()
+
+
+class About(TypedDict):
+    """model.json, as far as it is read here."""
+
+    arguments: TypedDict("Arguments", ARGUMENTS)
+    step: Whole
+    seq_len: Count
+    precision: Precision
+    loss: NotRequired[float]
+    validation_loss: NotRequired[float]
+    data: NotRequired[dict | None]
+    tokenizer: NotRequired[dict]
+    tokenizer_hash: NotRequired[str]
+
+
+class OptimizerState(TypedDict):
+    state: dict[Whole, dict[str, Any]]
+    param_groups: list[dict[str, Any]]
+
+
+class OptimizerSettings(TypedDict):
+    name: str
+
+
+class Settings(TypedDict):
+    optimizer: OptimizerSettings
+
+
+class RNG(TypedDict):
+    cpu: InstanceOf[Tensor]
+    cuda: list[InstanceOf[Tensor]]
+
+
+class Sample(TypedDict):
+    step: Whole
+    prompt: str
+    text: str
+
+
+class Choices(TypedDict, total=False):
+    precision: Precision
+    kernels: bool
+    compile: bool
+    attention: str
+    micro_batch: Count
+
+
+class Training(TypedDict):
+    """training.pt."""
+
+    optimizer: OptimizerState
+    scaler: dict[str, Any]
+    rng: list[RNG]
+    samples: list[Sample]
+    guard: dict[str, Any]
+    choices: Choices
+    corpus: str
+    config: Settings
+    wandb_id: str | None
+
+
+# --- writing --------------------------------------------------------------------------------------------------------
 
 
 def save(
@@ -68,11 +167,12 @@ def save(
         )
         for path in [beside / "manifest.json", *(p for p in beside.rglob("*") if p.is_dir()), beside]:
             flush(path)
-        if folder.exists():  # the same step again, from a run resumed before it
+        if os.path.lexists(folder):  # the same step again, from a run resumed before it
             rename(folder, replaced)
         rename(beside, folder)
         flush(folder.parent)
-        shutil.rmtree(replaced, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            remove(replaced)
     finally:
         shutil.rmtree(beside, ignore_errors=True)  # only there if something failed
 
@@ -99,6 +199,14 @@ def flush(path: Path):
 
 def rename(before: Path, after: Path):
     os.rename(before, after)
+
+
+def remove(path: Path):
+    """A folder with all that is in it; of a link the link alone, since what it points at may be another run's."""
+    if path.is_symlink() or not path.is_dir():
+        path.unlink(missing_ok=True)
+    else:
+        shutil.rmtree(path)
 
 
 class Saver:
@@ -154,20 +262,23 @@ def prune(run: Path, keep: int | None):
     losses = {folder: _validation_loss(folder) for folder in folders}
     best = min(folders, key=losses.get) if min(losses.values()) < math.inf else None
     for folder in folders[keep:]:
-        if folder != best:
+        if folder == best:
+            continue
+        if not folder.is_symlink():
             (folder / "manifest.json").unlink(missing_ok=True)  # first: what is half removed is no checkpoint
             flush(folder)
-            going = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}")
-            rename(folder, going)
-            shutil.rmtree(going)
+        going = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}")
+        rename(folder, going)
+        remove(going)
 
 
 def _validation_loss(folder: Path) -> float:
     try:
         check(folder, for_training=False)
-        return read_about(folder).get("validation_loss", math.inf)
+        loss = read_about(folder).get("validation_loss", math.inf)
     except ValueError:
         return math.inf
+    return math.inf if math.isnan(loss) else loss
 
 
 @contextmanager
@@ -185,7 +296,7 @@ def taken(run: Path, first: bool = True) -> Iterator[None]:
         folder.mkdir(parents=True, exist_ok=True)
         lock.acquire(timeout=0)
         for left in folder.glob(".step_*"):
-            shutil.rmtree(left)
+            remove(left)
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".trial") as file:
             file.write(b"a trial")
             file.flush()
@@ -200,7 +311,8 @@ def taken(run: Path, first: bool = True) -> Iterator[None]:
     finally:
         lock.release()
         if {path.name for path in folder.iterdir()} <= {".lock"}:
-            shutil.rmtree(folder)
+            (folder / ".lock").unlink(missing_ok=True)
+            remove(folder)
             if not was_there and not any(run.iterdir()):
                 run.rmdir()
 
@@ -219,13 +331,10 @@ def _facts(path: Path) -> dict:
 
 def check(folder: Path, for_training: bool = True):
     """ValueError unless every file is what the manifest says; without for_training, training.pt may be anything."""
-    try:
-        manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
-        files, found = manifest["files"], manifest["format"]
-    except FileNotFoundError:
-        raise ValueError(f"{folder} is no checkpoint: manifest.json is missing") from None
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{folder}/manifest.json is damaged: {error}") from None
+    if not (folder / "manifest.json").exists():
+        raise ValueError(f"{folder} is no checkpoint: manifest.json is missing")
+    manifest = read_json(folder / "manifest.json", Manifest)
+    files, found = manifest["files"], manifest["format"]
     if found != FORMAT:
         raise ValueError(f"{folder} has format {found}, this version reads {FORMAT}")
     for name in dict.fromkeys(["model.safetensors", "model.json", "training.pt", *files]):
@@ -270,25 +379,59 @@ def find(path: str | Path, for_training: bool = False, warn: Callable[[str], Non
     raise ValueError(f"there is no checkpoint in {path}: {what}")
 
 
-def read_about(folder: Path) -> dict:
+def read_about(folder: Path) -> About:
     """model.json: `arguments`, `seq_len`, `step` and more."""
-    return json.loads((folder / "model.json").read_text(encoding="utf-8"))
+    about = read_json(folder / "model.json", About)
+    if unknown := set(about["arguments"]) - set(ARGUMENTS):
+        raise ValueError(f"{folder / 'model.json'} is of another version: a model has no argument {unknown.pop()!r}")
+    return about
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:
     """Under the names that the model's parameters have; a tied head has the embedding's."""
     weights = load_file(folder / "model.safetensors")
-    if read_about(folder)["arguments"]["tied"]:
+    if "head.weight" not in weights:
         weights["head.weight"] = weights["embedding.weight"]
     return weights
 
 
+def sizes(path: Path) -> dict[str, tuple[int, ...]]:
+    """The shape of every tensor of a safetensors file, from its header; no tensor is read. ValueError if it is damaged.
+
+    Of numbers with a fraction, in 2 bytes or more: others are no weights.
+    """
+    found = {}
+    try:
+        with safe_open(path, "pt") as file:
+            for name in file.keys():  # noqa: SIM118
+                tensor = file.get_slice(name)
+                if (kind := tensor.get_dtype()) not in ("F64", "F32", "F16", "BF16"):
+                    raise ValueError(f"{path} is damaged: {name} holds {kind}, no weights")
+                found[name] = tuple(tensor.get_shape())
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
+    return found
+
+
+def check_sizes(found: dict[str, tuple[int, ...]], model: GPT, where: Path):
+    """ValueError unless `found`, the shapes of weights by their names, are the model's; which may be without numbers.
+
+    A tied head is no weight of its own.
+    """
+    expected = {name: tuple(weight.shape) for name, weight in model.state_dict().items()}
+    if model.arguments["tied"]:
+        del expected["head.weight"]
+    for name in [*expected, *found]:
+        if found.get(name) != expected.get(name):
+            there, wanted = (some.get(name, "missing") for some in (found, expected))
+            wanted = f"the model's is {wanted}" if name in expected else "the model has none"
+            raise ValueError(f"{where} holds another model: {name} is {there}, {wanted}")
+
+
 def load_weights(folder: Path, model: GPT):
     """Into a model of the same shape."""
-    try:
-        model.load_state_dict(read_weights(folder))
-    except RuntimeError as error:
-        raise ValueError(f"{folder} holds another model: {' '.join(str(error).split())}") from error
+    check_sizes(sizes(folder / "model.safetensors"), model, folder)
+    model.load_state_dict(read_weights(folder))
 
 
 def load_model(path: str | Path, device: str | torch.device = "cpu", **changes) -> GPT:
@@ -298,7 +441,10 @@ def load_model(path: str | Path, device: str | torch.device = "cpu", **changes) 
     as far as it was trained: max_seq_len=512, rope_scaling="yarn", rope_factor=4.0.
     """
     folder = find(path)
-    model = GPT(**{**read_about(folder)["arguments"], **changes})
+    arguments = {**read_about(folder)["arguments"], **changes}
+    with torch.device("meta"):  # what the file holds is known before any memory is taken
+        check_sizes(sizes(folder / "model.safetensors"), GPT(**arguments), folder)
+    model = GPT(**arguments)
     load_weights(folder, model)
     return model.to(device).eval()
 
@@ -331,16 +477,19 @@ def set_aside(run: Path, step: int):
             folder.rename(folder.with_name(f"aside_{folder.name}_{secrets.token_hex(3)}"))
 
 
-def load_training(folder: Path) -> dict:
+def load_training(folder: Path) -> Training:
     """training.pt; a pickle that holds more than plain types and tensors is refused, not run."""
+    path = folder / "training.pt"
     try:
-        saved = torch.load(folder / "training.pt", map_location="cpu", weights_only=True)
+        saved = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         reason = " ".join(str(error).split("\n")[0].split())
-        raise ValueError(f"{folder}/training.pt holds more than numbers and is not opened: {reason}") from error
-    if "rng" in saved and "guard" not in saved:  # of before there were ranks and guards
+        raise ValueError(f"{path} holds more than numbers and is not opened: {reason}") from error
+    except Exception as error:  # of torch's reader of archives, of several kinds
+        raise ValueError(f"{path} is damaged: {' '.join(str(error).split())}") from error
+    if isinstance(saved, dict) and "rng" in saved and "guard" not in saved:  # of before there were ranks and guards
         saved |= {"guard": {}, "rng": [saved["rng"]]}
-    return saved
+    return check_shape(saved, Training, str(path))
 
 
 def rng_state() -> dict:

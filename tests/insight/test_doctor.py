@@ -684,7 +684,7 @@ def main(monkeypatch, *arguments) -> int:
 
 def save(model, folder, tokenizer, **about):
     weights, arguments = checkpoint.snapshot(model)
-    about = {"step": 40, "seq_len": 24, "tokenizer_hash": CHARACTERS.fingerprint(), **about}
+    about = {"step": 40, "seq_len": 24, "precision": "fp32", "tokenizer_hash": CHARACTERS.fingerprint(), **about}
     checkpoint.save(folder, weights, tokenizer.save, arguments | about)
 
 

@@ -398,6 +398,7 @@ def test_the_seed_is_that_of_the_training(monkeypatch, capsys):
 def test_the_shapes_of_a_checkpoint(small, tmp_path, capsys):
     model = small(vocab_size=257).float()
     weights, about_it = checkpoint.snapshot(model)
+    about_it |= {"step": 1, "seq_len": 8, "precision": "fp32"}
     checkpoint.save(tmp_path / "step_00000001", weights, ByteTokenizer().save, about_it)
     assert teach(cfg(checkpoint=str(tmp_path / "step_00000001")), "shapes")
     assert "2 x 2 x 4 x 4" in capsys.readouterr().out  # two heads of keys and values

@@ -11,10 +11,21 @@ from data.tokenizer import ByteTokenizer, load_tokenizer
 from training import checkpoint
 
 
+def memory():
+    """What training remembers, with an optimizer that remembers nothing yet."""
+    config = {"optimizer": {"name": "adamw"}}
+    rng = [{"cpu": torch.get_rng_state(), "cuda": []}]
+    return {
+        "optimizer": {"state": {}, "param_groups": []},
+        **{"scaler": {}, "rng": rng, "samples": [], "guard": {}, "choices": {}, "corpus": "none", "config": config},
+        "wandb_id": None,
+    }
+
+
 def save(folder, model, step, training=None, **about):
     weights, arguments = checkpoint.snapshot(model)
-    about = {"step": step, "seq_len": 8, **arguments, **about}
-    checkpoint.save(folder, weights, ByteTokenizer().save, about, training or {})
+    about = {"step": step, "seq_len": 8, "precision": "fp32", **arguments, **about}
+    checkpoint.save(folder, weights, ByteTokenizer().save, about, training or memory())
 
 
 @pytest.fixture
@@ -23,7 +34,7 @@ def saved(small, tmp_path):
 
     def save_step(step, model):
         folder = tmp_path / "run" / "checkpoints" / f"step_{step:08}"
-        save(folder, model, step, {"optimizer": {"step": step}})
+        save(folder, model, step, memory() | {"corpus": f"of step {step}"})
         return folder
 
     model = small(257, tied=True).float()
@@ -40,7 +51,7 @@ def test_what_was_saved_comes_back(saved):
     assert not again.training
     folder = checkpoint.find(run, for_training=True)
     assert folder.name == "step_00000020"
-    assert checkpoint.load_training(folder) == {"optimizer": {"step": 20}}
+    assert checkpoint.load_training(folder)["corpus"] == "of step 20"
     assert load_tokenizer(folder / "tokenizer").vocab_size == 257
 
 
@@ -248,11 +259,12 @@ def test_saving_goes_on_while_training_does(small, tmp_path, monkeypatch):
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
     with checkpoint.Saver(tmp_path / "run", None, said.append) as saver:
         weights, arguments = checkpoint.snapshot(model)
-        saver.save(1, weights, ByteTokenizer().save, {"step": 1, **arguments}, {})
+        about = {"step": 1, "seq_len": 8, "precision": "fp32", **arguments}
+        saver.save(1, weights, ByteTokenizer().save, about, {})
         torch.nn.init.zeros_(model.head.weight)
         assert checkpoint.steps(tmp_path / "run") == []
         gate.set()
-        saver.save(2, weights, ByteTokenizer().save, {"step": 2, **arguments}, {})
+        saver.save(2, weights, ByteTokenizer().save, about | {"step": 2}, {})
         assert [path.name for path in checkpoint.steps(tmp_path / "run")][-1] == "step_00000001"
     assert len(checkpoint.steps(tmp_path / "run")) == 2 and said == []
     again = checkpoint.load_model(tmp_path / "run").state_dict()
