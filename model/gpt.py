@@ -141,7 +141,6 @@ class GPT(nn.Module):
             self.position_embedding = LearnedPositionalEmbedding(d_model, max_seq_len)
         elif positions == "sinusoidal":
             self.position_embedding = SinusoidalPositionalEmbedding(d_model, max_seq_len)
-        self.alibi = ALiBi(n_heads) if positions == "alibi" else None
         self.dropout = nn.Dropout(dropout)
         self.blocks = nn.ModuleList(
             Block(
@@ -165,6 +164,7 @@ class GPT(nn.Module):
             )
             for _ in range(n_layers)
         )
+        self.alibi = ALiBi(n_heads) if positions == "alibi" else None  # whose heads a block has checked
         self.norm = NORMS[norm](d_model, norm_eps)
         self.head = nn.Linear(d_model, rows, bias=False)
         if tied:

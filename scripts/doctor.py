@@ -86,7 +86,7 @@ def trained_model(path: str, device: str) -> Patient:
     """A checkpoint's model and tokenizer, on held-out text where its corpus is here, else on text of its own."""
     folder = checkpoint.find(path)
     about, device = checkpoint.read_about(folder), auto.choose_device(device)
-    model, tokenizer = checkpoint.load_model(folder, device), load_tokenizer(folder / "tokenizer")
+    model, tokenizer = checkpoint.load_model(folder, device, finite=False), load_tokenizer(folder / "tokenizer")
     seq_len = min(about["seq_len"], model.max_seq_len)
     text, ids, where = held_out_text(about, tokenizer)
     if ids is None:

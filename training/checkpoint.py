@@ -38,6 +38,7 @@ from typing_extensions import TypedDict
 
 from data.files import check_shape, read_json
 from model.gpt import GPT
+from training import estimate
 from training.distributed import whole
 from training.run_folder import override
 
@@ -413,6 +414,22 @@ def sizes(path: Path) -> dict[str, tuple[int, ...]]:
     return found
 
 
+def check_arguments(arguments: dict, found: dict[str, tuple[int, ...]], where: Path):
+    """ValueError unless GPT(**arguments) has weights of the shapes `found`, and the memory of this machine suffices.
+
+    Found out without building it, however large the arguments say that it is.
+    """
+    n, n_bytes = estimate.size(**arguments)
+    if (there := sum(map(math.prod, found.values()))) != n:
+        raise ValueError(f"{where} holds another model: its weights are {there:,} numbers, {n:,} are expected")
+    estimate.check_fits(f"the model of {where}", n_bytes)
+    try:
+        model = estimate.on_paper(**arguments)
+    except ValueError as error:
+        raise ValueError(f"{where} holds no model: {error}") from error
+    check_sizes(found, model, where)
+
+
 def check_sizes(found: dict[str, tuple[int, ...]], model: GPT, where: Path):
     """ValueError unless `found`, the shapes of weights by their names, are the model's; which may be without numbers.
 
@@ -434,25 +451,32 @@ def load_weights(folder: Path, model: GPT):
     model.load_state_dict(read_weights(folder))
 
 
-def load_model(path: str | Path, device: str | torch.device = "cpu", **changes) -> GPT:
+def load_model(path: str | Path, device: str | torch.device = "cpu", *, finite: bool = True, **changes) -> GPT:
     """The model of a run or step folder, in evaluation mode. Needs no corpus, no tokenizer and no training.pt.
 
+    finite: ValueError where a weight is NaN or infinite, since nothing can be told by such a model but that.
     `changes`: arguments of GPT in the place of the saved ones, such as those that let a model with RoPE read four times
     as far as it was trained: max_seq_len=512, rope_scaling="yarn", rope_factor=4.0.
     """
     folder = find(path)
     arguments = {**read_about(folder)["arguments"], **changes}
-    with torch.device("meta"):  # what the file holds is known before any memory is taken
-        check_sizes(sizes(folder / "model.safetensors"), GPT(**arguments), folder)
+    check_arguments(arguments, sizes(folder / "model.safetensors"), folder)
     model = GPT(**arguments)
     load_weights(folder, model)
+    if finite and (name := not_finite(model)) is not None:
+        raise ValueError(f"{folder}: {name} holds numbers that are not finite: did its training diverge?")
     return model.to(device).eval()
+
+
+def not_finite(model: GPT) -> str | None:
+    """The first weight that holds NaN or infinity."""
+    return next((name for name, weight in model.named_parameters() if not weight.isfinite().all()), None)
 
 
 def check_same_model(folder: Path, model: GPT):
     """ValueError unless the model is that of the checkpoint, but for its dropout and how new weights begin."""
-    with torch.device("meta"):
-        saved = GPT(**read_about(folder)["arguments"]).arguments
+    saved = {one.name: one.default for one in signature(GPT.__init__).parameters.values()}
+    saved |= read_about(folder)["arguments"]
     free = ("dropout", "attention_dropout", "zero_init")
     other = {name: value for name, value in model.arguments.items() if name not in free and saved[name] != value}
     if other:

@@ -5,6 +5,7 @@ import signal
 import threading
 
 import pytest
+import safetensors.torch
 import torch
 
 from data.tokenizer import ByteTokenizer, load_tokenizer
@@ -269,3 +270,244 @@ def test_saving_goes_on_while_training_does(small, tmp_path, monkeypatch):
     assert len(checkpoint.steps(tmp_path / "run")) == 2 and said == []
     again = checkpoint.load_model(tmp_path / "run").state_dict()
     assert all(torch.equal(again[name], before[name]) for name in before)
+
+
+# --- files that are whole and wrong: a stranger's, or of a program that went astray ---
+
+
+def put(folder, name, content):
+    """Other content for a file of a checkpoint, of which the manifest knows."""
+    (folder / name).write_bytes(content)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["files"][name] = checkpoint._facts(folder / name)
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+
+
+def put_about(folder, change):
+    about = json.loads((folder / "model.json").read_text())
+    put(folder, "model.json", json.dumps(change(about)).encode())
+
+
+def put_training(folder, saved):
+    torch.save(saved, folder / "other.pt")
+    content = (folder / "other.pt").read_bytes()
+    os.remove(folder / "other.pt")
+    put(folder, "training.pt", content)
+
+
+def without(values, *names):
+    return {name: value for name, value in values.items() if name not in names}
+
+
+def with_arguments(**changes):
+    return lambda about: about | {"arguments": about["arguments"] | changes}
+
+
+ABOUTS = {
+    "a list": (lambda about: [about], "it should be an object, got"),
+    "nothing in it": (lambda about: {}, "arguments is missing"),
+    "no step": (lambda about: without(about, "step"), "step is missing"),
+    "a step by words": (lambda about: about | {"step": "ten"}, "step should be a valid integer, got 'ten'"),
+    "a step before the first": (lambda about: about | {"step": -1}, "step should be greater than or equal to 0"),
+    "an unknown precision": (lambda about: about | {"precision": "fp17"}, "precision should be 'fp32', 'bf16' or"),
+    "no arguments": (lambda about: about | {"arguments": None}, "arguments should be an object, got None"),
+    "too few arguments": (lambda about: about | {"arguments": {}}, r"arguments\.vocab_size is missing"),
+    "an unknown argument": (with_arguments(experts=8), "of another version: a model has no argument 'experts'"),
+    "a width by words": (with_arguments(d_model="16"), r"arguments\.d_model should be a valid integer, got '16'"),
+    "a width of true": (with_arguments(d_model=True), r"arguments\.d_model should be a valid integer, got True"),
+    "no heads": (with_arguments(n_heads=0), r"arguments\.n_heads should be greater than or equal to 1"),
+    "a base that is no number": (with_arguments(theta=float("nan")), r"arguments\.theta should be a finite number"),
+    "a base with 1000 digits": (with_arguments(theta=10**1000), r"arguments\.theta should be a finite number"),
+    "a base below 1": (with_arguments(theta=0.5), "holds no model: theta must be above 1"),
+    "a scheme nobody knows": (with_arguments(positions="clock"), "holds no model: positions must be one of"),
+    "another width": (with_arguments(d_model=32), "holds another model: its weights are"),
+    "as many numbers otherwise": (with_arguments(feed_forward="gelu", d_ff=36), r"blocks\.0\.feed_forward\.up\.w.* is"),
+    "a giant's width": (with_arguments(d_model=60000), "holds another model: its weights are"),
+    "a tower of blocks": (with_arguments(n_layers=10**9), "holds another model: its weights are"),
+    "a width beyond numbers": (with_arguments(d_model=10**30), r"arguments\.d_model should be less than"),
+    "endless positions": (with_arguments(max_seq_len=10**14), r"needs [\d,.]+ GiB of memory, this machine has"),
+    "a crowd of heads": (with_arguments(n_heads=10**9, n_kv_heads=10**9, positions="alibi"), "holds another model"),
+}
+
+
+@pytest.mark.parametrize("wrong", ABOUTS)
+def test_what_model_json_says_is_not_believed(saved, wrong):
+    run, _ = saved
+    folder = checkpoint.find(run)
+    change, message = ABOUTS[wrong]
+    put_about(folder, change)
+    with pytest.raises(ValueError, match=message) as caught:
+        checkpoint.load_model(run)
+    assert str(folder) in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "content", ['{"format": 1, "files": null}', "[]", "5", "{}", '{"format": "1", "files": {}}', "[" * 100_000]
+)
+def test_a_manifest_of_another_shape_is_damaged(saved, content):
+    folder = checkpoint.find(saved[0])
+    (folder / "manifest.json").write_text(content)
+    with pytest.raises(ValueError, match=r"manifest\.json is damaged: "):
+        checkpoint.load_model(folder)
+
+
+def tensors(**changes):
+    """The weights of the checkpoint, but for some, as safetensors."""
+    return lambda weights: safetensors.torch.save(
+        {name: weight for name, weight in (weights | changes).items() if weight is not None}
+    )
+
+
+WEIGHTS = {
+    "nothing": (lambda weights: b"", "model.safetensors cannot be read"),
+    "a header beyond the file": (lambda weights: b"\xff" * 64, "model.safetensors cannot be read"),
+    "a header that is no JSON": (lambda weights: (8).to_bytes(8, "little") + b"[[[[[[[[", "cannot be read"),
+    "a header that claims too much": (
+        lambda weights: safetensors.torch.save(weights).replace(b'"shape":[16,16]', b'"shape":[16,61]'),
+        "model.safetensors cannot be read",
+    ),
+    "one missing": (tensors(**{"norm.gain": None}), "holds another model: its weights are"),
+    "one under another name": (
+        lambda weights: safetensors.torch.save(without(weights, "norm.gain") | {"gain": weights["norm.gain"]}),
+        r"holds another model: norm\.gain is missing, the model's is \(16,\)",
+    ),
+    "one too many": (tensors(more=torch.zeros(0)), r"more is \(0,\), the model has none"),
+    "one turned": (
+        lambda weights: safetensors.torch.save(
+            weights | {"blocks.0.feed_forward.up.weight": weights["blocks.0.feed_forward.up.weight"].T.contiguous()}
+        ),
+        r"feed_forward\.up\.weight is \(16, 24\), the model's is \(24, 16\)",
+    ),
+    "whole numbers": (tensors(**{"norm.gain": torch.ones(16, dtype=torch.int32)}), r"norm\.gain holds I32, no weights"),
+    "not a number": (
+        tensors(**{"norm.gain": torch.full((16,), torch.nan)}),
+        r"norm\.gain holds numbers that are not f",
+    ),
+    "infinite": (
+        tensors(**{"norm.gain": torch.full((16,), torch.inf)}),
+        r"norm\.gain holds numbers that are not finite",
+    ),
+}
+
+
+@pytest.mark.parametrize("wrong", WEIGHTS)
+def test_weights_that_are_not_those_of_the_model_are_named(saved, wrong):
+    run, _ = saved
+    folder = checkpoint.find(run)
+    content, message = WEIGHTS[wrong]
+    put(folder, "model.safetensors", content(checkpoint.load_file(folder / "model.safetensors")))
+    with pytest.raises(ValueError, match=message) as caught:
+        checkpoint.load_model(run)
+    assert str(folder) in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_model_is_compared_with_its_file_before_it_is_built(saved, monkeypatch):
+    """Else whoever writes a model.json decides how much memory is taken."""
+    run, _ = saved
+    put_about(checkpoint.find(run), with_arguments(d_model=48))
+    monkeypatch.setattr(checkpoint, "GPT", lambda **_: pytest.fail("it was built"))
+    with pytest.raises(ValueError, match="holds another model"):
+        checkpoint.load_model(run)
+
+
+TRAININGS = {
+    "a list": ([1, 2], "it should be a valid dictionary, got"),
+    "a tensor": (torch.ones(2), "it should be a valid dictionary, got"),
+    "another dict": ({"epoch": 3}, "optimizer is missing"),
+    "no optimizer": (without(memory(), "optimizer"), "optimizer is missing"),
+    "an optimizer of another kind": (memory() | {"optimizer": {"state": []}}, r"optimizer\.state should be"),
+    "no random state": (memory() | {"rng": [{"cpu": [1, 2], "cuda": []}]}, r"rng\.0\.cpu should be an instance"),
+    "settings of another kind": (memory() | {"config": [1]}, "config should be a valid dictionary, got"),
+    "settings without an optimizer": (memory() | {"config": {}}, r"config\.optimizer is missing"),
+    "samples of another kind": (memory() | {"samples": [5]}, r"samples\.0 should be a valid dictionary, got 5"),
+    "a choice of another kind": (memory() | {"choices": {"micro_batch": [8]}}, r"choices\.micro_batch should be"),
+}
+
+
+@pytest.mark.parametrize("wrong", TRAININGS)
+def test_what_training_pt_holds_is_looked_at(saved, wrong):
+    folder = checkpoint.find(saved[0])
+    content, message = TRAININGS[wrong]
+    put_training(folder, content)
+    with pytest.raises(ValueError, match=message) as caught:
+        checkpoint.load_training(folder)
+    assert str(folder / "training.pt") in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("content", [b"", b"PK\x03\x04 no archive", b"\x80\x02K\x05.", b"\x80\x02}q\x00."], ids=repr)
+def test_a_training_pt_that_torch_cannot_read_is_one_line(saved, content):
+    folder = checkpoint.find(saved[0])
+    put(folder, "training.pt", content)
+    with pytest.raises(ValueError, match=r"training\.pt ") as caught:
+        checkpoint.load_training(folder)
+    assert "\n" not in str(caught.value)
+
+
+# --- links: what they point at belongs to someone else ---
+
+
+@pytest.fixture
+def linked(saved, tmp_path):
+    """A run whose step folders are links to those of another, which are whole."""
+    run, other = tmp_path / "fork", saved[0]
+    (run / "checkpoints").mkdir(parents=True)
+    for folder in checkpoint.steps(other):
+        (run / "checkpoints" / folder.name).symlink_to(folder)
+    return run, other
+
+
+def all_whole(run):
+    folders = checkpoint.steps(run)
+    for folder in folders:
+        checkpoint.check(folder)
+    return len(folders)
+
+
+def test_pruning_unlinks_a_link(linked, small):
+    run, other = linked
+    save(checkpoint.step_folder(run, 30), small(257, tied=True).float(), 30)
+    checkpoint.prune(run, keep=1)
+    assert [folder.name for folder in checkpoint.steps(run)] == ["step_00000030"]
+    assert [path.name for path in (run / "checkpoints").iterdir()] == ["step_00000030"]
+    assert all_whole(other) == 2
+
+
+@pytest.mark.parametrize("target", ["there", "gone"])
+def test_saving_a_step_anew_replaces_its_link(linked, small, target):
+    run, other = linked
+    if target == "gone":
+        os.rename(other, other.with_name("moved"))
+        other = other.with_name("moved")
+    model = small(257, tied=True).float()
+    save(checkpoint.step_folder(run, 20), model, 20)
+    assert not checkpoint.step_folder(run, 20).is_symlink()
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step_00000010", "step_00000020"]
+    tokens = torch.randint(257, (1, 9))
+    assert torch.equal(checkpoint.load_model(run)(tokens), model(tokens))
+    assert all_whole(other) == 2
+
+
+def test_what_is_left_of_a_link_and_a_file_is_cleaned_up(linked):
+    run, other = linked
+    (run / "checkpoints" / ".step_00000020.abcd.old").symlink_to(checkpoint.step_folder(other, 20))
+    (run / "checkpoints" / ".step_00000030.abcd").write_text("a file")
+    with checkpoint.taken(run):
+        pass
+    assert {path.name for path in (run / "checkpoints").iterdir()} <= {"step_00000010", "step_00000020", ".lock"}
+    assert all_whole(other) == 2
+
+
+def test_setting_aside_renames_a_link(linked):
+    run, other = linked
+    checkpoint.set_aside(run, 10)
+    assert [folder.name for folder in checkpoint.steps(run)] == ["step_00000010"]
+    assert all_whole(other) == 2
+
+
+def test_checkpoints_on_another_disk_stay_linked_and_nothing_of_ours_is_left_there(tmp_path):
+    disk, run = tmp_path / "disk", tmp_path / "run"
+    disk.mkdir(), run.mkdir()
+    (run / "checkpoints").symlink_to(disk)
+    with checkpoint.taken(run):
+        assert (disk / ".lock").exists()
+    assert list(disk.iterdir()) == []
