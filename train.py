@@ -157,20 +157,23 @@ def _train(cfg: Train, run: Path, group: str | None, began: float) -> int:
     samples: list[dict] = []
     guard = guards.Guard()
 
-    def remember(saved: dict):
+    def remember(folder: Path, saved: dict):
         """Everything with memory, as a checkpoint has it."""
         nonlocal samples, guard
-        distributed.load_optimizer(optimizer, saved["optimizer"])
-        if saved["scaler"]:
-            scaler.load_state_dict(saved["scaler"])
-        if distributed.rank() < len(saved["rng"]):  # else there were fewer ranks
-            checkpoint.set_rng_state(saved["rng"][distributed.rank()])
-        samples, guard = list(saved["samples"]), guards.Guard(**saved["guard"])
+        try:
+            distributed.load_optimizer(optimizer, saved["optimizer"])
+            if saved["scaler"]:
+                scaler.load_state_dict(saved["scaler"])
+            if distributed.rank() < len(saved["rng"]):  # else there were fewer ranks
+                checkpoint.set_rng_state(saved["rng"][distributed.rank()])
+            samples, guard = list(saved["samples"]), guards.Guard(**saved["guard"])
+        except (RuntimeError, TypeError, LookupError) as error:  # what torch says to another machine's or version's
+            raise ValueError(f"{folder}/training.pt does not fit this program: {error!r}") from error
 
     if distributed.rank() > 0:  # other random numbers for dropout than rank 0's
         torch.manual_seed(cfg.seed + 1_000_003 * (distributed.rank() + ranks * start))
     if folder is not None:
-        remember(saved)
+        remember(folder, saved)
     guard.skip = sorted({*guard.skip, *cfg.skip_batches})
 
     def save(step: int, row: dict):
@@ -208,7 +211,7 @@ def _train(cfg: Train, run: Path, group: str | None, began: float) -> int:
         saver.wait()
         folder, known = distributed.agreed(checkpoint.find, run, True), guard
         distributed.load_weights(model, checkpoint.read_weights(folder))
-        remember(checkpoint.load_training(folder))
+        remember(folder, checkpoint.load_training(folder))
         guard.skip, guard.spikes, guard.rollbacks = known.skip, known.spikes, known.rollbacks
         step = checkpoint.read_about(folder)["step"]
         if first:

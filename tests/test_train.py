@@ -130,6 +130,35 @@ def test_a_resumed_run_says_what_has_changed_and_follows_it(run, capsys):
     assert group["weight_decay"] == 0.3 and list(group["betas"]) == [0.8, 0.9]
 
 
+def half_as_long(state: dict):
+    state["exp_avg"] = state["exp_avg"][: len(state["exp_avg"]) // 2]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda saved: saved["rng"][0].update(cpu=torch.zeros(3)),
+        lambda saved: saved["guard"].update(mood="good"),
+        lambda saved: saved["optimizer"]["state"].update({1000: {"exp_avg": torch.zeros(2)}}),
+        lambda saved: half_as_long(saved["optimizer"]["state"][0]),
+        lambda saved: saved["optimizer"].update(param_groups=[{"name": "weights"}]),
+    ],
+    ids=["random state", "guard", "a weight too many", "half a moment", "groups"],
+)
+def test_what_training_cannot_go_on_with_is_one_line(run, monkeypatch, damage):
+    run("one", "stop_after=1")
+    real = checkpoint.load_training
+
+    def damaged(folder):
+        saved = real(folder)
+        damage(saved)
+        return saved
+
+    monkeypatch.setattr(checkpoint, "load_training", damaged)
+    with pytest.raises(ValueError, match=r"the checkpoint's optimizer|training\.pt does not fit"):
+        run("one", "resume=auto")
+
+
 def test_another_architecture_or_tokenizer_is_not_resumed(run, tmp_path):
     run("one", "stop_after=4", "tokenizer=chars")
     with pytest.raises(ValueError, match=r"another model: give model.theta=10000.0$"):

@@ -186,6 +186,11 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: dict):
     if ours != saved:
         raise ValueError(f"the checkpoint is of an optimizer for {saved}, this one is for {ours}: take init_from")
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for i, of_one in state["state"].items():
+        for name, value in of_one.items():
+            if isinstance(value, Tensor) and value.ndim > 0 and value.shape != parameters[i].shape:
+                shapes = f"{tuple(value.shape)} for a weight of {tuple(parameters[i].shape)}"
+                raise ValueError(f"the checkpoint's optimizer remembers as {name} {shapes}: take init_from")
     shares = {
         i: {name: share(value, parameters[i]) if isinstance(value, Tensor) else value for name, value in of_one.items()}
         for i, of_one in state["state"].items()
