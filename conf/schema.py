@@ -9,6 +9,7 @@ import math
 import re
 import unicodedata
 from dataclasses import dataclass, field, fields, is_dataclass
+from os.path import expanduser
 from typing import get_args
 
 from omegaconf import DictConfig, OmegaConf
@@ -28,6 +29,11 @@ def count(at_least: int = 1, at_most: int = 10**12):
 def a_name():
     """A field that names something, a file say: a text that is not empty and holds no control characters."""
     return field(metadata={"a name": True})
+
+
+def a_path():
+    """A field that names a file or folder, or several: ~ and ~user stand for a home folder."""
+    return field(metadata={"a name": True, "a path": True})
 
 
 def one_of(*choices: str):
@@ -65,18 +71,18 @@ class Model:
 @dataclass
 class Data:
     source: str = one_of("shakespeare", "files", "hub", "tokens", "mixture")
-    paths: list[str] = a_name()
+    paths: list[str] = a_path()
     separator: str | None
     column: str = a_name()
     encoding_errors: str = one_of("strict", "replace")
-    wheel: str | None = a_name()
+    wheel: str | None = a_path()
     repo: str | None = a_name()
     config: str | None = a_name()
     split: str = a_name()
     revision: str | None = a_name()
     corpora: dict[str, float] | None = number(above=0, at_most=1e12)
     max_tokens: int | None = count(at_most=10**15)
-    validation: list[str] = a_name()
+    validation: list[str] = a_path()
     validation_share: float = number(above=0, below=1)
     prompt: str
 
@@ -89,7 +95,7 @@ class Tokenizer:
     special: list[str]
     train_chars: int = count(at_most=10**15)
     encoding: str | None = a_name()
-    path: str | None = a_name()
+    path: str | None = a_path()
     beginning: str | None
 
 
@@ -177,8 +183,8 @@ class Train:
     world: int = count(at_most=10**7)
     mfu: float = number(above=0, at_most=1)
     device_spec: DeviceSpec
-    resume: str | None = a_name()
-    init_from: str | None = a_name()
+    resume: str | None = a_path()
+    init_from: str | None = a_path()
     keep: int | None = count()
     max_time: str | None
     deterministic: bool
@@ -205,10 +211,10 @@ class Train:
 class Generate:
     """Everything that `python -m scripts.generate` can be told."""
 
-    checkpoint: str = a_name()
+    checkpoint: str = a_path()
     prompt: str | None
-    prompt_file: str | None = a_name()
-    prompts_file: str | None = a_name()
+    prompt_file: str | None = a_path()
+    prompts_file: str | None = a_path()
     interactive: bool
     num_samples: int = count(at_most=10**9)
     best_of: int = count(at_most=10**9)
@@ -233,15 +239,15 @@ class Generate:
 class Evaluate:
     """Everything that `python -m scripts.evaluate` can be told."""
 
-    checkpoint: str = a_name()
+    checkpoint: str = a_path()
     stride: int | None = count()
     seq_len: int | None = count(at_most=2**30)
     batch: int = count(at_most=10**6)
     device: str = a_name()
     quantize: str | None = one_of("int8")
     report: bool
-    json: str | None
-    plot: str | None
+    json: str | None = field(metadata={"a path": True})  # or auto
+    plot: str | None = field(metadata={"a path": True})
     ngram_order: int = count(at_most=100)
     ngram_tokens: int = count()
     samples: int = count(at_most=10**6)
@@ -255,8 +261,8 @@ class Evaluate:
 class Doctor(Train):
     """Everything that `python -m scripts.doctor` can be told: a run's settings, or a checkpoint that has its own."""
 
-    checkpoint: str | None = a_name()
-    json: str | None = a_name()
+    checkpoint: str | None = a_path()
+    json: str | None = a_path()
 
 
 @dataclass
@@ -267,9 +273,9 @@ class Prepare:
     num_shards: int = count(at_most=10**6)
     report: bool
     verify: bool
-    export: str | None = a_name()
+    export: str | None = a_path()
     step: int = count(at_least=0)
-    run: str | None = a_name()
+    run: str | None = a_path()
     batch_tokens: int = count()
     seq_len: int = count(at_most=2**30)
     packing: str = one_of("stream", "documents")
@@ -282,8 +288,8 @@ class Prepare:
 class Lessons:
     """Everything that `python -m scripts.lessons` can be told."""
 
-    plot: str | None = a_name()
-    checkpoint: str | None = a_name()
+    plot: str | None = a_path()
+    checkpoint: str | None = a_path()
     seed: int = count(at_least=0, at_most=2**62)
 
 
@@ -291,15 +297,15 @@ class Lessons:
 class ImportHF:
     """Everything that `python -m scripts.import_hf` can be told."""
 
-    source: str = a_name()
-    target: str = a_name()
+    source: str = a_path()
+    target: str = a_path()
 
 
 @dataclass
 class Explain:
     """Everything that `python -m scripts.explain` can be told."""
 
-    checkpoint: str = a_name()
+    checkpoint: str = a_path()
     method: str = one_of(
         "attention", "occlusion", "swap", "gradient", "integrated_gradients", "ablation", "patching", "lens"
     )
@@ -313,9 +319,9 @@ class Explain:
     max_steps: int = count(at_most=10**6)
     batch: int = count(at_most=10**6)
     device: str = a_name()
-    json: str | None = a_name()
-    plot: str | None = a_name()
-    page: str | None = a_name()
+    json: str | None = a_path()
+    plot: str | None = a_path()
+    page: str | None = a_path()
 
 
 def parse(cfg: DictConfig, schema: type = Train):
@@ -331,6 +337,7 @@ def parse(cfg: DictConfig, schema: type = Train):
     except OmegaConfBaseException as error:
         reason, key = _reason(error), error.full_key or _culprit(cfg, schema)
         raise ValueError(f"{key}: {reason}" if key else reason) from error
+    _expand_paths(parsed)
     _check_ranges(parsed)
     check_rules(parsed)
     return parsed
@@ -387,6 +394,18 @@ def _keys(schema: type, prefix: str = ""):
                 yield from _keys(kind, f"{prefix}{item.name}.")
 
 
+def _expand_paths(node):
+    """Home folders instead of ~, in place."""
+    for item in fields(node):
+        value = getattr(node, item.name)
+        if is_dataclass(value):
+            _expand_paths(value)
+        elif isinstance(value, dict):  # data.corpora: folders with weights
+            setattr(node, item.name, {expanduser(name): weight for name, weight in value.items()})
+        elif "a path" in item.metadata and value is not None:
+            setattr(node, item.name, list(map(expanduser, value)) if isinstance(value, list) else expanduser(value))
+
+
 def _check_ranges(node, prefix: str = ""):
     for item in fields(node):
         key, value = prefix + item.name, getattr(node, item.name)
@@ -406,7 +425,7 @@ def _check_value(key: str, value, allowed):
         raise ValueError(f"{key} must not hold the character NUL, got {value!r}")
     if "a name" in allowed and (not value.strip() or any(unicodedata.category(c) == "Cc" for c in value)):
         raise ValueError(f"{key} must be a text that is not empty, without control characters, got {value!r}")
-    if "a name" in allowed or not allowed:
+    if not allowed or "a name" in allowed or "a path" in allowed:
         return
     if "choices" in allowed:
         if value not in allowed["choices"]:

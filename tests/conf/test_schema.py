@@ -226,3 +226,35 @@ def test_every_number_has_an_upper_bound():
         for field in fields(kind):
             if inner(field.type) & {int, float} and field.name != "micro_batch":
                 assert field.metadata["at most"] is not None or field.metadata["below"] is not None, field.name
+
+
+@pytest.mark.parametrize(
+    ("config", "schema", "names"),
+    [
+        ("train", Train, ["resume"]),
+        ("train", Train, ["init_from", "tokenizer.path", "data.wheel", "data.paths", "data.validation"]),
+        ("generate", Generate, ["checkpoint", "prompt_file"]),
+        ("generate", Generate, ["checkpoint", "prompts_file"]),
+        ("evaluate", Evaluate, ["checkpoint", "json", "plot"]),
+        ("explain", Explain, ["checkpoint", "json", "plot", "page"]),
+        ("doctor", Doctor, ["checkpoint", "json"]),
+        ("prepare", Prepare, ["export", "run"]),
+        ("lessons", Lessons, ["checkpoint", "plot"]),
+        ("import_hf", ImportHF, ["source", "target"]),
+    ],
+)
+def test_every_setting_that_names_a_file_knows_the_home_folder(settings, monkeypatch, config, schema, names):
+    monkeypatch.setenv("HOME", "/home/me")
+    lists = ("data.paths", "data.validation")
+    given = [f"{name}={['~/a', 'b'] if name in lists else repr('~/a')}" for name in names]
+    given += ["report=true"] if schema is Evaluate else []
+    parsed = OmegaConf.create(asdict(settings(*given, config=config, kind=schema)))
+    for name in names:
+        assert OmegaConf.select(parsed, name) == (["/home/me/a", "b"] if name in lists else "/home/me/a")
+
+
+def test_corpora_that_are_mixed_lie_in_the_home_folder_too(settings, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    composed = OmegaConf.create(asdict(settings("data=mixture", "data.corpora={a: 1}")))
+    composed.data.corpora = {"~/a": 0.5, "b": 0.5}
+    assert parse(composed).data.corpora == {"/home/me/a": 0.5, "b": 0.5}
