@@ -217,7 +217,8 @@ def _table(path: str, data: dict) -> Iterator[Document]:
                     raise ValueError(f"{where} has more cells than the first line: a text with commas needs quotes")
                 yield document(row, f"{path}:{i}", where, data, path)
         except csv.Error as error:
-            raise ValueError(f"{path}, line {rows.line_num}: {error}") from error
+            where = f"{path}, the row from line {rows.line_num + 1} on"
+            raise ValueError(f"{where}: {error}; a quote in quotes is written twice") from error
 
 
 def _parquet(path: str, data: dict) -> Iterator[Document]:
@@ -262,18 +263,22 @@ def _newlines(text: str) -> str:
 
 def _pieces(file: io.BufferedReader, separator: str) -> Iterator[tuple[int, bytes]]:
     """What lies between separators, with its place in the file, read chunk by chunk; a line break is any kind."""
-    parts = re.split("\r\n|\r|\n", separator)
-    pattern = re.compile(rb"(?:\r\n|\r(?!\n)|\n)".join(re.escape(part.encode()) for part in parts))
+    parts = [part.encode() for part in re.split("\r\n|\r|\n", separator)]
+    plain = b"\n".join(parts)
+    pattern = re.compile(b"(" + rb"(?:\r\n|\r(?!\n)|\n)".join(map(re.escape, parts)) + b")")
     rest, offset = b"", 0
     while chunk := file.read(max(CHUNK, len(rest))):
         while chunk.endswith(b"\r") and (more := file.read(1)):  # not between \r and \n
             chunk += more
         rest += chunk
-        start = 0
-        for match in pattern.finditer(rest):
-            yield offset + start, rest[start : match.start()]
-            start = match.end()
-        rest, offset = rest[start:], offset + start
+        if b"\r" in rest:
+            *cut, rest = pattern.split(rest)  # and between the pieces what separates them
+        else:
+            *pieces, rest = rest.split(plain)
+            cut = [part for piece in pieces for part in (piece, plain)]
+        for piece, between in zip(cut[::2], cut[1::2], strict=True):
+            yield offset, piece
+            offset += len(piece) + len(between)
     yield offset, rest
 
 

@@ -48,7 +48,7 @@ def remarks(data: dict, some: list[Document]) -> list[str]:
         return found
     others = sorted({kind for path in find(data["paths"]) if (kind := ending(path)) not in ("", *TEXT, *ROWS)})
     if others:
-        found.append(f"read as plain text, with all their signs: {', '.join(others)} files")
+        found.append(f"read as plain text, mark-up and all: {', '.join(others)} files")
     texts = [one for one in some if one.file is not None and ending(one.file) not in ROWS]
     if data["separator"] is not None and texts and all(one.name == f"{one.file}:0" for one in texts):
         found.append(f"data.separator {data['separator']!r} occurs nowhere: each text file is one document")

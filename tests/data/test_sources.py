@@ -1,4 +1,10 @@
+import bz2
+import codecs
+import csv
+import gzip
+import io
 import json
+import lzma
 import os
 import random
 import zipfile
@@ -103,9 +109,11 @@ def test_the_plays_are_all_there_and_no_mark_up_is_left(tmp_path, monkeypatch):
     assert not set("*_#\\`") & set(documents[1].text)
 
 
+SETTINGS = {"source": "files", "separator": None, "column": "text", "encoding_errors": "strict"}
+
+
 def read(paths=("*.txt",), **changes) -> list[tuple[str, str]]:
-    settings = {"source": "files", "paths": list(paths), "separator": None, "column": "text"}
-    settings |= {"encoding_errors": "strict", **changes}
+    settings = SETTINGS | {"paths": list(paths), **changes}
     return [(d.name, d.text) for d in sources.documents(settings, Path("downloads"))]
 
 
@@ -205,6 +213,285 @@ def test_a_column_that_is_not_there_is_named_with_those_that_are(tmp_path):
 def test_missing_files_are_named():
     with pytest.raises(ValueError, match=r"no file matches nothing/\*.txt"):
         read(["nothing/*.txt"])
+
+
+# --- names and formats ----------------------------------------------------------------------------------------------
+
+ROWS = [{"text": "eins", "meta": {"text": "innen"}}, {"text": 'zwei, und "mehr"\nnoch', "meta": {"text": "auch"}}]
+
+
+def write_rows(path: Path):
+    """ROWS in the format that the name tells, compressed as it tells."""
+    kind = sources.ending(str(path))
+    if kind == ".parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), path)
+        return
+    if kind == ".json":
+        text = json.dumps(ROWS, indent=1)
+    elif kind in (".csv", ".tsv"):
+        file = io.StringIO()
+        writer = csv.writer(file, delimiter="," if kind == ".csv" else "\t")
+        writer.writerows([["id", "text"], *([i, row["text"]] for i, row in enumerate(ROWS))])
+        text = file.getvalue()
+    else:
+        text = "\n".join(json.dumps(row) for row in ROWS)
+    compress = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress}.get(path.suffix.lower(), bytes)
+    path.write_bytes(compress(text.encode()))
+
+
+KINDS = [".jsonl", ".JSONL", ".ndjson", ".json", ".Json", ".csv", ".CSV", ".tsv"]
+
+
+@pytest.mark.parametrize("end", [".parquet", ".PARQUET", *(a + b for a in KINDS for b in ("", ".gz", ".bz2", ".XZ"))])
+def test_the_end_of_a_name_in_any_letters_tells_the_format(tmp_path, end):
+    write_rows(tmp_path / f"rows{end}")
+    assert [text for _, text in read(["rows*"])] == [row["text"] for row in ROWS]
+
+
+def test_json_is_an_array_or_a_row_a_line(tmp_path):
+    lines = "\n".join(json.dumps(row) for row in ROWS)
+    for content in (lines, f"\n{lines}\n\n", json.dumps(ROWS), "\ufeff " + json.dumps(ROWS), json.dumps(ROWS[0])):
+        (tmp_path / "a.json").write_text(content, encoding="utf-8")
+        assert [text for _, text in read(["a.json"])] == [row["text"] for row in ROWS][: 1 + ("zwei" in content)]
+    (tmp_path / "a.json").write_text("")
+    assert read(["a.json"]) == []
+    for content in (json.dumps({"data": ROWS}), json.dumps(ROWS[0], indent=2), '"text"', "[1, 2"):
+        (tmp_path / "a.json").write_text(content)
+        with pytest.raises(ValueError, match=r"a.json.*(an array of rows, or hold a row a line|no JSON)"):
+            read(["a.json"])
+
+
+@pytest.mark.parametrize("kind", [".jsonl", ".json", ".parquet"])
+def test_a_column_may_lie_in_another(tmp_path, kind):
+    write_rows(tmp_path / f"a{kind}")
+    assert [text for _, text in read([f"a{kind}"], column="meta.text")] == ["innen", "auch"]
+    with pytest.raises(ValueError, match=rf"a{kind}.* has no meta.txt: set data.column, there is .*meta.text"):
+        read([f"a{kind}"], column="meta.txt")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{"text": NaN}', "line 1 holds no text but float"),
+        ("null", "line 1 has no text: set data.column, there is null"),
+        ("\n{}", "line 2 has no text: set data.column, there is none"),
+        ('{"text": ["a"]}', "line 1 holds no text but list"),
+        ("[" * 100_000, "line 1: JSON nested too deep"),
+        ('{"text": ' + '{"a":' * 100_000, "line 1: JSON nested too deep"),
+        ('{"text": "a"}\n{"id": ' + "1" * 5_000 + "}", "line 2: no JSON .*digits"),
+    ],
+    ids=lambda value: value[:20],
+)
+def test_rows_that_are_no_rows_are_named_with_their_place(tmp_path, content, message):
+    (tmp_path / "a.jsonl").write_text(content)
+    with pytest.raises(ValueError, match=f"^a.jsonl, {message}"):
+        read(["a.jsonl"])
+    (tmp_path / "b.jsonl").write_text('{"text": null}\n{"text": "a"}')
+    assert read(["b.jsonl"]) == [("b.jsonl:1", "a")]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("txt\na\n", "a.csv, line 2 has no text: set data.column, there is txt"),
+        ("text\nhello, world\n", "a.csv, line 2 has more cells than the first line"),
+        ('id,text\n1,"never closed\n2,b\n', "a.csv, the row from line 2 on: unexpected end of data"),
+        (b"id,text\n1,caf\xe9\n", "a.csv is not UTF-8.*byte 13;"),
+    ],
+    ids=str,
+)
+def test_a_table_that_does_not_fit_is_named_with_the_line(tmp_path, content, message):
+    (tmp_path / "a.csv").write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(ValueError, match=message):
+        read(["a.csv"])
+
+
+def test_a_cell_of_a_table_may_be_long_and_a_missing_one_is_no_text(tmp_path):
+    (tmp_path / "a.csv").write_text("id,text\n1," + "x" * 1_000_000 + "\n2\n\n3,y\n")
+    assert [len(text) for _, text in read(["a.csv"])] == [1_000_000, 1]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "what"),
+    [
+        ("a.zip", b"PK\3\4", "is an archive: unpack it"),
+        ("a.TAR.GZ", b"", "is an archive: unpack it"),
+        ("a.tgz", b"", "is an archive: unpack it"),
+        ("a.7z", b"", "is an archive: unpack it"),
+        ("a.pdf", b"%PDF-1.7\n", "a PDF"),
+        ("a.docx", b"PK\3\4\0\0", "a ZIP archive, as .docx"),
+        ("a.png", b"\x89PNG\r\n\x1a\n\0", "a picture"),
+        ("a.txt", gzip.compress(b"text"), "compressed by gzip: its name must end in .gz"),
+        ("a.jsonl", bz2.compress(b"text"), "compressed by bzip2"),
+        ("a.txt", lzma.compress(b"text"), "compressed by xz"),
+        ("a.txt", b"some\0thing", "holds NUL bytes"),
+        ("a.jsonl", "text".encode("utf-16-le"), "holds NUL bytes, as UTF-16"),
+        ("a.txt", "text".encode("utf-16"), "UTF-16: write it as UTF-8"),
+        ("a.csv", codecs.BOM_UTF16_BE + "text".encode("utf-16-be"), "UTF-16: write it as UTF-8"),
+        ("a.txt", "text".encode("utf-32"), "UTF-32: write it as UTF-8"),
+    ],
+)
+@pytest.mark.parametrize("errors", ["strict", "replace"])
+def test_what_is_no_text_is_refused_by_its_name_and_never_advised_to_be_replaced(tmp_path, name, content, what, errors):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=rf"{name} .*{what}") as error:
+        read([name], encoding_errors=errors)
+    assert "encoding_errors" not in str(error.value)
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".bz2", ".xz", ".zst"])
+def test_a_compressed_file_that_is_cut_short_or_empty_is_no_text(tmp_path, suffix):
+    content = random.Random(0).randbytes(10_000).hex().encode()
+    if suffix == ".zst":
+        content = pyarrow.compress(content, "zstd", asbytes=True)
+    else:
+        content = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress}[suffix](content)
+    path = tmp_path / f"a.txt{suffix}"
+    for missing in (1, 9, 4_000, len(content)):
+        path.write_bytes(content[: len(content) - missing])
+        with pytest.raises(ValueError, match=f"a.txt{suffix} cannot be read"):
+            read([path.name])
+    path.write_bytes(content * 2)  # two, one after the other, are one
+    ((_, text),) = read([path.name])
+    assert len(text) == 40_000
+
+
+def test_damaged_parquet_is_one_line_with_the_path(tmp_path):
+    path = tmp_path / "a.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"text": [f"text {i}" for i in range(2_000)]}), path, compression="gzip")
+    content, draw = path.read_bytes(), random.Random(0)
+    texts = [text for _, text in read(["a.parquet"])]
+    refused = 0
+    for cut in (0, 3, 4, len(content) // 2, len(content) - 1):
+        path.write_bytes(content[:cut])
+        with pytest.raises(ValueError, match="^a.parquet is no Parquet file that can be read|a.parquet cannot be read"):
+            read(["a.parquet"])
+    for _ in range(60):
+        damaged = bytearray(content)
+        damaged[draw.randrange(4, len(content) - 8)] ^= 1 << draw.randrange(8)
+        path.write_bytes(damaged)
+        try:
+            read(["a.parquet"])
+        except ValueError as error:
+            refused += 1
+            assert str(error).startswith("a.parquet") and "\n" not in str(error)
+    assert refused > 20 and len(texts) == 2_000
+
+
+def test_a_file_that_vanishes_is_one_line_with_the_path(tmp_path):
+    for name in ("a.txt", "b.jsonl", "c.parquet", "d.csv.gz"):
+        (tmp_path / name).write_text("x")
+        found = sources.documents(SETTINGS | {"paths": [name]}, tmp_path)
+        (tmp_path / name).unlink()
+        with pytest.raises(ValueError, match=rf"{name} cannot be read: .*No such file"):
+            list(found)
+
+
+# --- marks and line breaks ------------------------------------------------------------------------------------------
+
+BREAKS = ["\n", "\r\n", "\r"]
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.json", "a.csv", "a.txt.gz", "a.jsonl.xz"])
+def test_a_byte_order_mark_is_no_text(tmp_path, name):
+    texts = {".txt": "eins", ".jsonl": '{"text": "eins"}', ".json": '[{"text": "eins"}]', ".csv": "text\neins"}
+    content = codecs.BOM_UTF8 + texts[sources.ending(name)].encode()
+    compress = {".gz": gzip.compress, ".xz": lzma.compress}.get(Path(name).suffix, bytes)
+    (tmp_path / name).write_bytes(compress(content))
+    for separator in (None, "\n"):
+        assert [text for _, text in read([name], separator=separator)] == ["eins"]
+    (tmp_path / "b.txt").write_bytes(codecs.BOM_UTF8 + b"good caf\xe9")
+    with pytest.raises(ValueError, match="byte 11;"):  # as an editor counts them
+        read(["b.txt"])
+
+
+@pytest.mark.parametrize("line_break", BREAKS)
+@pytest.mark.parametrize("separator", [None, "\n", "\\n\\n", "\r\n\r\n", "\n---\n", "<|end|>", "x\n"])
+def test_the_same_documents_come_of_every_kind_of_line_break(tmp_path, monkeypatch, line_break, separator):
+    monkeypatch.setattr("data.readers.CHUNK", 7)  # so that line breaks are cut in two
+    text = "".join(f"line {i}\n" + ("\n" if i % 3 else "---\n<|end|>x\n") for i in range(40)) + "\n\n\nend"
+    (tmp_path / "a.txt").write_text(text, newline="\n")
+    expected = read(separator=separator)
+    (tmp_path / "a.txt").write_text(text, newline=line_break)
+    assert read(separator=separator) == expected
+    assert len(expected) > 1 or separator is None
+    assert all("\r" not in text and text.strip("\n") for _, text in expected)
+
+
+@pytest.mark.parametrize("line_break", BREAKS)
+def test_paragraphs_are_documents_however_lines_end(tmp_path, line_break):
+    paragraphs = [f"paragraph {i}" for i in range(100)]
+    (tmp_path / "a.txt").write_bytes((line_break * 2).join(paragraphs).encode())
+    for separator in ("\n\n", "\n"):  # of the second, each other piece is only a line break
+        assert [text for _, text in read(separator=separator)] == paragraphs
+
+
+@pytest.mark.parametrize("line_break", BREAKS)
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.csv"])
+def test_rows_end_in_every_kind_of_line_break(tmp_path, line_break, name):
+    rows = ["text", "a", "b"] if name == "a.csv" else ['{"text": "a"}', '{"text": "b"}']
+    (tmp_path / name).write_text("\n".join(rows) + "\n", newline=line_break)
+    assert [text for _, text in read([name])] == ["a", "b"]
+
+
+def test_a_text_in_a_row_keeps_its_line_breaks(tmp_path):
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": "a\r\nb\rc\n"}))
+    assert read(["a.jsonl"]) == [("a.jsonl:0", "a\r\nb\rc\n")]
+
+
+def test_line_breaks_alone_are_no_document(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"\n\r\n\r\n")
+    (tmp_path / "b.txt").write_bytes(b" ")
+    assert read() == [("b.txt", " ")]
+
+
+# --- folders and remarks --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("folder", ["books", "books/", "{here}/books"])
+def test_of_a_folder_all_files_of_known_formats_are_read(tmp_path, folder):
+    for name in ("a.txt", "b/c.TXT", "b/d/e.jsonl.gz", "b/README.md", ".git/f.txt", "g.zip"):
+        (tmp_path / "books" / name).parent.mkdir(parents=True, exist_ok=True)
+        content = b'{"text": "rows"}' if "jsonl" in name else name.encode()
+        (tmp_path / "books" / name).write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
+    assert [text for _, text in read([folder.format(here=tmp_path)])] == ["a.txt", "b/c.TXT", "rows"]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"), [([], "it is empty"), (["a.md", "b/c.py"], r"it holds .md, .py: give a")]
+)
+def test_a_folder_without_text_says_what_it_holds(tmp_path, content, message):
+    (tmp_path / "books/b").mkdir(parents=True)
+    for name in content:
+        (tmp_path / "books" / name).write_text("x")
+    with pytest.raises(ValueError, match=rf"data.paths: books is a folder without .txt.*; {message}"):
+        read(["books"])
+
+
+def test_a_file_that_is_named_twice_is_read_once(tmp_path):
+    (tmp_path / "a.txt").write_text("once")
+    assert len(read(["a.txt", "./a.txt", str(tmp_path / "a.txt"), "*.txt"])) == 1
+
+
+def test_a_file_whose_name_looks_like_a_pattern_is_read(tmp_path):
+    (tmp_path / "a[1].txt").write_text("brackets")
+    assert read(["a[1].txt"]) == [("a[1].txt", "brackets")]
+
+
+def test_what_may_not_be_meant_is_said_in_a_line(tmp_path):
+    def remarks(paths, **changes):
+        settings = SETTINGS | {"paths": paths} | changes
+        return sources.remarks(settings, list(sources.documents(settings, tmp_path)))
+
+    for name in ("a.txt", "b.md", "c.HTML", "d"):
+        (tmp_path / name).write_text("one\ntwo")
+    write_rows(tmp_path / "e.jsonl")
+    assert remarks(["a.txt", "d", "e.jsonl"]) == []
+    assert remarks(["*"]) == ["read as plain text, mark-up and all: .html, .md files"]
+    assert remarks(["a.txt", "e.jsonl"], separator="\\n") == remarks(["e.jsonl"], separator="***") == []
+    assert remarks(["a.txt", "e.jsonl"], separator="***") == [
+        "data.separator '***' occurs nowhere: each text file is one document"
+    ]
 
 
 # --- what is held out -----------------------------------------------------------------------------------------------
