@@ -23,7 +23,8 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from conf.schema import check_rules, parse, unknown_key
+from conf.overrides import readable
+from conf.schema import check_rules, parse, setting_names, unknown_key
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 A_USERS_FILE = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError, FileExistsError)
@@ -74,12 +75,14 @@ def entry_point(config_name: str, schema: type, actions: tuple[str, ...] = ()) -
     def decorate(run: Callable) -> Callable:
         def main():
             os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # errors reach us as they are
+            _check_ranks()
             text = _cut_text(sys.argv)
             action = sys.argv.pop(1) if len(sys.argv) > 1 and re.fullmatch(r"\w+", sys.argv[1]) else None
             if action is not None and action not in actions:
                 there = f"it must be one of {', '.join(actions)}" if actions else "settings have the form name=value"
                 _fail(f"{action} is no action here: {there}")
-            if config_name != "train" and {"-m", "--multirun"} & set(sys.argv):
+            several = not {"-m", "--multirun"}.isdisjoint(sys.argv)
+            if config_name != "train" and several:
                 _fail("several runs at once (-m) are for train.py")
             begun, failed, process = [], {}, os.getpid()  # of several runs: their numbers, and exit codes
 
@@ -118,6 +121,7 @@ def entry_point(config_name: str, schema: type, actions: tuple[str, ...] = ()) -
                 failed[job.job.num] = code
 
             try:
+                sys.argv[1:] = [readable(argument, schema, several) for argument in sys.argv[1:]]
                 hydra.main(version_base="1.3", config_path="../conf", config_name=config_name)(checked_run)()
             except (HydraException, OmegaConfBaseException, ValueError) as error:
                 _fail(_explain(error, schema))
@@ -146,16 +150,43 @@ def _cut_text(argv: list[str]) -> str | None:
 def _explain(error: Exception, schema: type) -> str:
     """One line for what Hydra has to say about the command line."""
     message = " ".join(str(error).split())
-    if key := re.search(r"Could not (?:override|append to config.*?) '([^']+)'", message):
+    if key := re.search(r"Could not override '([^']+)'", message):
+        group, _, setting = key[1].rpartition(".")
+        if key[1] in setting_names(schema):
+            choices = " or ".join(f"{group}={choice}" for choice in _choices_with(group, setting))
+            return f"{key[1]} is a setting of the group {group}, of which nothing is chosen: give {choices}, too"
         return unknown_key(key[1], schema)
+    if key := re.search(r"Could not append to config.*? '([^']+)'", message):
+        if "already at" in message:
+            return f"{key[1]} is there already: give {key[1]}=... without +"
+        return unknown_key(key[1], schema)
+    if setting := re.search(r"Error parsing override '(.*?)' missing EQUAL", message):
+        return f"{setting[1]} is no setting: settings have the form name=value"
     if choice := re.search(
-        r"Could not find '(.+)/(.+?)' Available options in '.*?': (.*?) Config search path", message
+        r"Could not find '(.+)/(.*?)' Available options in '.*?': (.*?) Config search path", message
     ):
         group, given, options = choice.groups()
         near = difflib.get_close_matches(given, options.split(), n=1)
         hint = f": did you mean {near[0]}?" if near else f": there are {', '.join(options.split())}"
         return f"{group}={given} is unknown{hint}"
+    if setting := re.search(r"^(.*) full_key: (\S+)", message):  # of OmegaConf: an interpolation
+        return f"{setting[2]}: {setting[1]}"
     return message
+
+
+def _choices_with(group: str, setting: str) -> list[str]:
+    """The yaml files of a group that have a value for a setting of it."""
+    paths = sorted((REPOSITORY / "conf" / group).glob("*.yaml"))
+    return [path.stem for path in paths if re.search(rf"^{setting}:", path.read_text(encoding="utf-8"), re.MULTILINE)]
+
+
+def _check_ranks():
+    """Of the environment, where torchrun says who a process is."""
+    for name, least in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1)):
+        value = os.environ.get(name, "1")
+        if not (value.isdecimal() and int(value) >= least):
+            os.environ["RANK"] = "0"  # so that it can be said
+            _fail(f"{name} of the environment must be a number from {least}, got {value!r}: unset it, or use torchrun")
 
 
 def _fail(message: str):

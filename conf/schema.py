@@ -8,6 +8,7 @@ import difflib
 import math
 import re
 import unicodedata
+from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, is_dataclass
 from os.path import expanduser
 from typing import get_args
@@ -345,7 +346,7 @@ def parse(cfg: DictConfig, schema: type = Train):
 
 def _culprit(cfg: DictConfig, schema: type) -> str | None:
     """The setting that cannot be had, or cannot be what it is, where OmegaConf's error does not name it."""
-    typed, keys = OmegaConf.structured(schema), list(_keys(schema))
+    typed, keys = OmegaConf.structured(schema), setting_names(schema)
     groups = {key.rpartition(".")[0] for key in keys}
     for key in sorted(keys, key=lambda key: (key in groups, key.count("."))):
         try:
@@ -378,7 +379,7 @@ def changed(cfg, key: str, value: str):
 
 def unknown_key(key: str, schema: type = Train) -> str:
     """The message for a setting that does not exist, with the nearest that does."""
-    known = list(_keys(schema))
+    known = setting_names(schema)
     near = difflib.get_close_matches(key, known, n=1, cutoff=0.75)
     if not near:  # the last part of a name, or the right one in another group
         by_last = {name.split(".")[-1]: name for name in reversed(known)}
@@ -386,7 +387,12 @@ def unknown_key(key: str, schema: type = Train) -> str:
     return f"unknown setting {key}: " + (f"did you mean {near[0]}?" if near else "--help lists all there are")
 
 
-def _keys(schema: type, prefix: str = ""):
+def setting_names(schema: type) -> list[str]:
+    """Of all there are, each with those of the groups that it is in, and the groups themselves."""
+    return list(_keys(schema))
+
+
+def _keys(schema: type, prefix: str = "") -> Iterator[str]:
     for item in fields(schema):
         yield prefix + item.name
         for kind in get_args(item.type) or [item.type]:

@@ -29,6 +29,13 @@ TRAIN = str(REPOSITORY / "train.py")
         (["-m", "scripts.generate"], "checkpoint is needed"),
         (["-m", "scripts.generate", "checkpoint=nowhere", "--", "${x} ???"], "there is no checkpoint at nowhere"),
         (["-m", "scripts.generate", "-m", "checkpoint=x", "seed=1,2"], "(-m) are for train.py"),
+        ([TRAIN, "data.paths=[ü.txt]"], """data.paths=[ü.txt] needs quotes: 'data.paths=["ü.txt"]'"""),
+        ([TRAIN, "resume=runs/ü,lr=0.1(x)"], "there is no checkpoint at runs/ü,lr=0.1(x)"),
+        ([TRAIN, "name=${"], "name"),
+        ([TRAIN, "+steps=3"], "steps is there already: give steps=... without +"),
+        ([TRAIN, "hydra.run.dir=${nope}"], "hydra.run.dir: Interpolation key 'nope' not found"),
+        ([TRAIN, "experiment="], "experiment= is unknown: there are fineweb_124m, smoke, tinyshakespeare"),
+        (["-m", "scripts.evaluate", "checkpoint=x", "data.paths=[x]"], "give data=files or data=repository, too"),
         (["-m", "scripts.evaluate", "checkpoint=."], "there is no checkpoint in .: no checkpoints/step_* in it"),
         (["-m", "scripts.prepare", "data=files", "data.paths=[x.txt]"], "data.paths: no file matches x.txt"),
     ],
@@ -164,3 +171,13 @@ def test_a_sweep_resumes_what_failed_and_leaves_what_is_done(tmp_path):
         assert last == "error: 1 of 2 jobs failed: 0"
         assert (tmp_path / "runs/s/1/checkpoints/step_00000002").is_dir()
         assert ("nothing left to do: 2 steps are done" in result.stdout) == again
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("RANK", "abc"), ("WORLD_SIZE", "0"), ("WORLD_SIZE", ""), ("LOCAL_RANK", "-1"), ("RANK", "1.5")]
+)
+def test_an_environment_that_names_no_rank_is_one_line(name, value):
+    result = command(TRAIN, "dry_run=true", **{name: value})
+    assert result.returncode == 2 and result.stdout == ""
+    assert result.stderr.count("\n") == 1
+    assert f"error: {name} of the environment must be a number from" in result.stderr and repr(value) in result.stderr

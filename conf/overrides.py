@@ -1,0 +1,88 @@
+"""Settings of a command line that Hydra's grammar would refuse: quoted, or given back with the quotes they need.
+
+https://hydra.cc/docs/1.3/advanced/override_grammar/basic/ says what it takes without quotes.
+"""
+
+import re
+import shlex
+from dataclasses import fields, is_dataclass
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override, Quote, QuotedString
+from hydra.errors import HydraException
+
+MOST_ITEMS = 2000  # of a list; the parser's time grows faster than a list does
+SHOWN = 200  # characters of a setting that cannot be read
+
+
+def readable(argument: str, schema: type, several: bool) -> str:
+    """A setting, name=value, as Hydra reads it.
+
+    A text is what stands there, also where Hydra's grammar would take it for a number, a list or several values; and so
+    is any other value that the grammar refuses. ValueError, with the setting as it can be pasted into a shell, for what
+    has parts: a list, or in `several` runs the values of each. What is no setting, an option say, stays as it is.
+    """
+    name, equals, value = argument.partition("=")
+    if not equals or argument.startswith("-"):
+        return argument
+    text = _is_text(name, schema) and not several
+    if value.count(",") >= MOST_ITEMS and not text:
+        raise ValueError(
+            f"{name} has {value.count(',') + 1:,} items, too many for a command line: write it into a yaml file of "
+            "conf/, as conf/experiment/smoke.yaml, and choose that"
+        )
+    override = None if value.count(",") >= MOST_ITEMS else _parsed(argument)
+    if override is not None and not (text and _is_more_than_text(override)):
+        return argument
+    parts = not text and (value.startswith(("[", "{")) or (several and "," in value))
+    quoted = f"{name}={_quoted(value) if parts else QuotedString(value, Quote.double).with_quotes()}"
+    if _parsed(quoted) is None:
+        if not parts:
+            raise ValueError(f"{argument[:SHOWN]} is no setting: settings have the form name=value")
+        raise ValueError(f"{argument[:SHOWN]} cannot be read: write it into a yaml file of conf/, and choose that")
+    if parts:
+        raise ValueError(f"{argument} needs quotes: {shlex.quote(quoted)}")
+    return quoted
+
+
+def _parsed(argument: str) -> Override | None:
+    """None where the grammar refuses it, or would."""
+    if argument.partition("=")[2].startswith(10 * "["):
+        return None  # which Hydra might read, but not compose
+    try:
+        return OverridesParser.create().parse_override(argument)
+    except (HydraException, RecursionError):
+        return None
+
+
+def _is_more_than_text(override: Override) -> bool:
+    return override.is_sweep_override() or not isinstance(override.value(), str | None)
+
+
+def _quoted(parts: str) -> str:
+    """A list, or values separated by commas, with quotes around those that need them."""
+    if not parts.startswith(("[", "{")):
+        return ",".join(map(_as_item, _split(parts)))
+    return "[" + ",".join(map(_as_item, _split(parts[1:-1]))) + "]" if parts[0] + parts[-1] == "[]" else parts
+
+
+def _split(items: str) -> list[str]:
+    """At commas outside quotes."""
+    return [item.strip() for item in re.findall(r"""((?:"(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*'|[^,])+)(?:,|$)""", items)]
+
+
+def _as_item(item: str) -> str:
+    override = _parsed(f"x=[{item}]")
+    if override is not None and (override.value() == [item] or item[:1] in ("'", '"')):
+        return item
+    return QuotedString(item, Quote.double).with_quotes()
+
+
+def _is_text(name: str, schema: type) -> bool:
+    """Whether the setting is any text: neither a number, nor one of some words, nor a group of settings."""
+    for part in name.lstrip("+").split("."):
+        found = {field.name: field for field in fields(schema)} if is_dataclass(schema) else {}
+        if part not in found:
+            return False
+        field, schema = found[part], found[part].type
+    return schema in (str, str | None) and "choices" not in field.metadata

@@ -1,0 +1,116 @@
+"""Values that Hydra's grammar refuses."""
+
+import shlex
+
+import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from conf.overrides import MOST_ITEMS, readable
+from conf.schema import Evaluate, Generate, Train
+
+STRANGE = [
+    "ü.txt",
+    "a=b.txt",
+    "(x).txt",
+    "a#b",
+    "<|endoftext|>",
+    "$(id)",
+    "a^b",
+    "it's",
+    'say "a"',
+    "\\'",
+    "'",
+    "☃",
+    "= ",
+]
+MORE = [
+    "Hello, world",
+    "runs/lr=0.1",
+    "1e3",
+    "1_0",
+    "007",
+    "true",
+    "[INST]",
+    "{a: b}",
+    "a,b",
+    "a\\",
+    "choice(a,b)",
+    "a\nb",
+]
+characters = st.characters(exclude_categories=["Cs"])
+
+
+def value_of(override: str):
+    return OverridesParser.create().parse_override(override).value()
+
+
+@pytest.mark.parametrize("text", [*STRANGE, *MORE])
+def test_a_text_is_what_stands_there(text):
+    assert value_of(readable(f"prompt={text}", Generate, several=False)) == text
+
+
+@given(st.sampled_from(STRANGE), st.text(characters, max_size=8))
+@settings(deadline=None)
+def test_any_text_that_hydra_refuses_is_what_stands_there(strange, more):
+    argument = f"sample.prompt={more}{strange}"
+    read = readable(argument, Train, several=False)
+    assert value_of(read) == more + strange or (read == argument and isinstance(value_of(read), str))
+
+
+@given(st.sampled_from(STRANGE), st.lists(st.text(characters, max_size=8), max_size=2))
+@settings(deadline=None)
+@example("ü.txt", ["FALSE", "null", "1e3", "a\\(b"])
+def test_a_list_is_given_back_with_quotes_that_a_shell_and_hydra_read_as_it_was_meant(strange, others):
+    items = ["a" + "".join(c for c in item if c not in ",\"'[]\\").strip() for item in others] + [strange.strip()]
+    with pytest.raises(ValueError, match="needs quotes: ") as refused:
+        readable(f"data.paths=[{','.join(items)}]", Train, several=False)
+    (pasted,) = shlex.split(str(refused.value).rpartition(" needs quotes: ")[2])
+    assert pasted.startswith("data.paths=[")
+    assert value_of(pasted) == items
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("data.paths=[q/ü.txt]", """data.paths=[q/ü.txt] needs quotes: 'data.paths=["q/ü.txt"]'"""),
+        ("data.paths=['x,y',c=d]", """'data.paths=['"'"'x,y'"'"',"c=d"]'"""),
+        ("resume=a=b,c", """resume=a=b,c needs quotes: 'resume="a=b",c'"""),
+        (
+            "data.corpora={corpora/ü: 1}",
+            "data.corpora={corpora/ü: 1} cannot be read: write it into a yaml file of conf/",
+        ),
+        ("steps=[[", "steps=[[ cannot be read"),
+        ("ü=3", "ü=3 is no setting: settings have the form name=value"),
+        (f"skip_batches=[{'1,' * MOST_ITEMS}1]", "skip_batches has 2,001 items, too many for a command line"),
+        ("data.paths=" + "[" * 4000, "cannot be read"),
+    ],
+)
+def test_what_has_parts_is_given_back(given, message):
+    with pytest.raises(ValueError) as refused:
+        readable(given, Train, several=given.startswith("resume"))
+    assert message in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "argument",
+    [
+        "steps=1,2",
+        "model.positions=rope,alibi",
+        "steps",
+        "--help",
+        "~data",
+        "+a=3",
+        "data.paths=[a b,c]",
+        "resume=null",
+    ],
+)
+def test_what_hydra_reads_stays_as_it_is(argument):
+    assert readable(argument, Train, several=False) == argument
+    assert readable(argument, Train, several=True) == argument
+
+
+def test_values_of_several_runs_stay_several():
+    assert readable("name=a,b", Train, several=True) == "name=a,b"
+    assert readable("checkpoint=a,b", Evaluate, several=False) == 'checkpoint="a,b"'
