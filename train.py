@@ -1,5 +1,6 @@
 """Trains a GPT: the story of a run, from top to bottom.  python train.py --help"""
 
+import math
 import os
 import sys
 import time
@@ -68,9 +69,12 @@ def _train(cfg: Train, run: Path, group: str | None, began: float) -> int:
         check_same_settings(folder, saved["config"], asdict(cfg))
         for name, before, now in differences(saved["config"], asdict(cfg)):
             print(f"a setting has changed: {name} was {before}, is {now}")
-    end = min(cfg.steps, cfg.stop_after or cfg.steps)
+    end, nothing = min(cfg.steps, cfg.stop_after or cfg.steps), None
     if start >= end:
         nothing = f"nothing left to do: {start} steps are done, the run ends at {end}; give more steps"
+    elif saved and cfg.patience is not None and restored(saved, cfg).waited >= cfg.patience:
+        nothing = f"nothing left to do: {start} steps are done, and patience={cfg.patience} has ended; give more"
+    if nothing:
         if cfg.resume == "auto":  # of a job that is started again and again, this is the good end
             print(nothing)
             return 0
@@ -166,7 +170,7 @@ def _train(cfg: Train, run: Path, group: str | None, began: float) -> int:
                 scaler.load_state_dict(saved["scaler"])
             if distributed.rank() < len(saved["rng"]):  # else there were fewer ranks
                 checkpoint.set_rng_state(saved["rng"][distributed.rank()])
-            samples, guard = list(saved["samples"]), guards.Guard(**saved["guard"])
+            samples, guard = list(saved["samples"]), restored(saved, cfg)
         except (RuntimeError, TypeError, LookupError) as error:  # what torch says to another machine's or version's
             raise ValueError(f"{folder}/training.pt does not fit this program: {error!r}") from error
 
@@ -182,7 +186,8 @@ def _train(cfg: Train, run: Path, group: str | None, began: float) -> int:
         weights, about = checkpoint.snapshot(model)
         about |= {"step": step, "seq_len": cfg.seq_len, "precision": choices["precision"], "data": asdict(cfg.data)}
         about |= {"tokenizer": asdict(cfg.tokenizer), "tokenizer_hash": tokenizer.fingerprint()}
-        about |= {name: row[name] for name in ("loss", "validation_loss", "bits_per_byte") if name in row}
+        figures = ("loss", "validation_loss", "bits_per_byte", "compared_loss")
+        about |= {name: row[name] for name in figures if name in row}
         memory = {
             "optimizer": distributed.whole(optimizer.state_dict()),
             "scaler": scaler.state_dict(),
@@ -290,9 +295,9 @@ def _train(cfg: Train, run: Path, group: str | None, began: float) -> int:
             ensure_saved(start)  # something to go back to
 
         watch = Stopwatch()
-        step, last_step, last_seconds, reason = start, start, 0.0, 0
+        step, last_step, last_seconds, reason, patient = start, start, 0.0, 0, True
         stream = batches.stream(step, end, device)
-        while step < end:
+        while step < end and patient:
             with distributed.naming_the_late(step):
                 count, batch = next(stream)
                 counts, reasons = distributed.gather(count, interrupted.wanted())
@@ -384,7 +389,15 @@ def _train(cfg: Train, run: Path, group: str | None, began: float) -> int:
             seconds = watch.seconds()
             with watch:
                 if due["evaluate"]:
-                    row |= validate(limit=None if step == cfg.steps else cfg.evaluation_tokens)
+                    part = cfg.evaluation_tokens if (cfg.evaluation_tokens or 0) < len(corpus.validation) else None
+                    row |= validate(limit=None if step == cfg.steps else part)
+                    compared = row["validation_loss"]
+                    if step == cfg.steps and part is not None:  # of the whole text; compared is what is like
+                        compared = validate(part)["validation_loss"]
+                    lower = guard.evaluated(step, compared)
+                    if cfg.patience is not None:
+                        patient = guard.waited < cfg.patience
+                        due["checkpoint"] |= lower or not patient
                 if due["row"]:
                     speed = (step - last_step) * cfg.batch_tokens / (seconds - last_seconds)
                     last_step, last_seconds = step, seconds
@@ -397,7 +410,7 @@ def _train(cfg: Train, run: Path, group: str | None, began: float) -> int:
                 if due["sample"]:
                     screen.say(f"\n{write_sample(step)}\n")
                 if due["checkpoint"]:
-                    save(step, row)
+                    save(step, row | {"compared_loss": compared} if due["evaluate"] else row)
 
         if reason:
             ensure_saved(step)
@@ -406,12 +419,27 @@ def _train(cfg: Train, run: Path, group: str | None, began: float) -> int:
 
     if reason:
         print(f"{interruption.describe(reason)}: ended after step {step}, resume=auto hydra.run.dir={run} goes on")
+    if not patient:
+        print(f"patience    ended after step {step}: {guard.waited} evaluations without a lower validation loss")
     print(f"checkpoint  {next(iter(checkpoint.steps(run)), None)}")
+    if best := checkpoint.describe_best(run):
+        print(f"best        {best}")
+    lowest = guard.lowest_step
+    if lowest is not None and not checkpoint.step_folder(run, lowest).exists():
+        print(f"lowest      {guard.lowest:.4f} after step {lowest}, of which no checkpoint is left")
     print(f"next        python -m scripts.generate checkpoint={run} -- To be, or not")
     print(f"tracked     {tracking.where(wandb_run)}", flush=True)
     if saver.failed:
         raise ValueError(f"{saver.failed} checkpoints could not be saved, see above")
     return interruption.exit_code(reason)
+
+
+def restored(saved: dict, cfg: Train) -> guards.Guard:
+    """What a checkpoint remembers of its steps; of validation only what was measured as it is now."""
+    guard = guards.Guard(**saved["guard"])
+    if saved["config"].get("evaluation_tokens") != cfg.evaluation_tokens:
+        guard.lowest, guard.lowest_step, guard.waited = math.inf, None, 0
+    return guard
 
 
 def find_start(cfg: Train, run: Path) -> tuple[Path | None, Path | None]:

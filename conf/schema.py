@@ -188,6 +188,7 @@ class Train:
     init_from: str | None = a_path()
     keep: int | None = count()
     max_time: str | None
+    patience: int | None = number(at_least=1)
     deterministic: bool
     on_nonfinite: str = one_of("stop", "skip")
     max_skips: int = count()

@@ -11,6 +11,7 @@ from omegaconf import OmegaConf
 from rich.console import Console
 from rich.table import Table
 
+from training.checkpoint import describe_best
 from training.metrics import best, read_rows
 
 
@@ -62,14 +63,18 @@ def show_list(folder: Path, console: Console):
         table.add_row(str(run.relative_to(folder)), *_line(run))
     console.print(table)
     console.print("val: the lowest validation loss, bits: bits per byte there")
+    for run in found:
+        if line := describe_best(run):
+            console.print(line)
 
 
 def _line(run: Path) -> list[str]:
     table = read_rows(run / "metrics.jsonl")
     try:
-        steps = settings(run).get("steps")
+        given = settings(run)
     except ValueError:
-        steps = None
+        given = {}
+    steps = given.get("steps")
     last, lowest = table[-1] if table else {"step": 0}, best(table) or {}
     return [
         f"{last['step']}/{steps or '?'}",
@@ -77,9 +82,14 @@ def _line(run: Path) -> list[str]:
         _number(lowest.get("validation_loss")),
         _number(lowest.get("bits_per_byte"), 3),
         _count(_parameters(run)),
-        "yes" if last["step"] == steps else "no",
+        "yes" if last["step"] == steps or _out_of_patience(table, given.get("patience")) else "no",
         _age(time.time() - (run / "metrics.jsonl").stat().st_mtime),
     ]
+
+
+def _out_of_patience(table: list[dict], patience: int | None) -> bool:
+    losses = [row["validation_loss"] for row in table if "validation_loss" in row]
+    return patience is not None and bool(losses) and len(losses) - 1 - losses.index(min(losses)) >= patience
 
 
 def _parameters(run: Path) -> int | None:

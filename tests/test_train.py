@@ -430,6 +430,65 @@ def test_the_newest_checkpoints_and_the_best_are_kept(run, monkeypatch):
     }
 
 
+def losses_are(monkeypatch, *values: float) -> list:
+    """What evaluations find, one after the other -> how much of the text each was to take."""
+    values, limits = iter(values), []
+    monkeypatch.setattr(
+        train, "evaluate", lambda *_, **k: (limits.append(k["limit"]), Evaluation(next(values), 1, 1))[1]
+    )
+    return limits
+
+
+PATIENT = ["patience=2", "every.evaluate=1", "keep=1", "every.checkpoint=100"]
+
+
+@pytest.mark.parametrize("stop", [None, 3, 4, 5])
+def test_without_a_lower_validation_loss_the_run_ends_and_its_best_is_saved_also_when_resumed(
+    run, monkeypatch, capsys, stop
+):
+    losses_are(monkeypatch, 5.0, 4.0, 3.0, 3.5, math.nan, 1.0)
+    if stop:
+        run("one", *PATIENT, f"stop_after={stop}")
+    folder = run("one", *PATIENT, "resume=auto")
+    assert run.code == 0 and rows(folder)[-1]["step"] == 5
+    assert [path.name[-1] for path in checkpoint.steps(folder)] == ["5", "3"]
+    said = capsys.readouterr().out
+    assert "patience    ended after step 5: 2 evaluations without a lower validation loss" in said or stop == 5
+    assert "best        checkpoint=" in said and ":best is step 3, validation loss 3.0000; the last is not" in said
+    before = (folder / "metrics.jsonl").read_bytes()
+    run("one", *PATIENT, "resume=auto")
+    assert run.code == 0 and (folder / "metrics.jsonl").read_bytes() == before
+    assert "5 steps are done, and patience=2 has ended; give more" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="patience=2 has ended; give more"):
+        run("fork", *PATIENT, f"resume={folder}")
+    assert rows(run("fork", *PATIENT, f"resume={folder}:best", "stop_after=4"))[-1]["step"] == 4
+
+
+def test_validation_losses_are_compared_on_the_same_part_of_the_text(run, monkeypatch, capsys):
+    """The last evaluation takes all of it, and says nothing of which checkpoint is better."""
+    part = ["every.evaluate=4", "every.checkpoint=4", "evaluation_tokens=40"]
+    limits = losses_are(monkeypatch, 3.0, 2.0, 5.0)
+    folder = run("one", *part)
+    assert limits == [40, None, 40]
+    assert [row["validation_loss"] for row in rows(folder) if "validation_loss" in row] == [3.0, 2.0]
+    assert checkpoint.find(f"{folder}:best").name[-1] == "4"
+    assert "the last, 5.0000, is clearly worse" in capsys.readouterr().out
+    losses_are(monkeypatch, 4.0, 9.0)
+    longer = run("one", *part, "resume=auto", "steps=12")
+    assert final(longer)[1]["guard"]["lowest"] == 3.0
+    losses_are(monkeypatch, 9.0, 4.0)
+    other = run("one", "evaluation_tokens=39", *part[:2], "resume=auto", "steps=16")
+    assert final(other)[1]["guard"]["lowest"] == 4.0
+
+
+def test_the_lowest_validation_loss_is_named_also_where_it_was_not_saved(run, monkeypatch, capsys):
+    losses_are(monkeypatch, 1.0, 4.0, 5.0, 6.0)
+    run("one", "every.evaluate=2", "every.checkpoint=4")
+    said = capsys.readouterr().out
+    assert "runs/one:best is step 4, validation loss 4.0000; the last, 6.0000, is clearly worse" in said
+    assert "lowest      1.0000 after step 2, of which no checkpoint is left" in said
+
+
 def test_a_folder_has_one_run_at_a_time(run):
     with (
         checkpoint.taken(Path("runs/one")),
@@ -537,6 +596,8 @@ def test_after_a_jump_the_run_goes_back_and_ends_as_without_that_batch(run, monk
     assert [row["step"] for row in rows(back)] == [row["step"] for row in rows(without)]
     assert final(back)[1]["guard"]["skip"] == [step - 1]
     assert final(back)[1]["guard"]["spikes"] == rows(back)[-1]["spikes"] == 1
+    for name in ("lowest", "lowest_step", "waited"):
+        assert final(back)[1]["guard"][name] == final(without)[1]["guard"][name]
 
 
 @pytest.mark.parametrize("every", [1, 2, 100])

@@ -83,6 +83,7 @@ class About(TypedDict):
     precision: Precision
     loss: NotRequired[float]
     validation_loss: NotRequired[float]
+    compared_loss: NotRequired[float]
     data: NotRequired[dict | None]
     tokenizer: NotRequired[dict]
     tokenizer_hash: NotRequired[str]
@@ -260,8 +261,7 @@ def prune(run: Path, keep: int | None):
     if keep is None or len(folders) <= keep:
         return
     check(folders[0])
-    losses = {folder: _validation_loss(folder) for folder in folders}
-    best = min(folders, key=losses.get) if min(losses.values()) < math.inf else None
+    best = next((folder for folder in best_first(folders) if _valid(folder)), None)
     for folder in folders[keep:]:
         if folder == best:
             continue
@@ -273,13 +273,12 @@ def prune(run: Path, keep: int | None):
         remove(going)
 
 
-def _validation_loss(folder: Path) -> float:
+def _valid(folder: Path) -> bool:
     try:
         check(folder, for_training=False)
-        loss = read_about(folder).get("validation_loss", math.inf)
     except ValueError:
-        return math.inf
-    return math.inf if math.isnan(loss) else loss
+        return False
+    return True
 
 
 @contextmanager
@@ -330,15 +329,15 @@ def _facts(path: Path) -> dict:
 # --- reading --------------------------------------------------------------------------------------------------------
 
 
-def check(folder: Path, for_training: bool = True):
-    """ValueError unless every file is what the manifest says; without for_training, training.pt may be anything."""
+def check(folder: Path, for_training: bool = True, only: str | None = None):
+    """ValueError unless every file, or one, is what the manifest says; without for_training, training.pt may be any."""
     if not (folder / "manifest.json").exists():
         raise ValueError(f"{folder} is no checkpoint: manifest.json is missing")
     manifest = read_json(folder / "manifest.json", Manifest)
     files, found = manifest["files"], manifest["format"]
     if found != FORMAT:
         raise ValueError(f"{folder} has format {found}, this version reads {FORMAT}")
-    for name in dict.fromkeys(["model.safetensors", "model.json", "training.pt", *files]):
+    for name in dict.fromkeys(["model.safetensors", "model.json", "training.pt", *files]) if only is None else [only]:
         path = folder / name
         if name == "training.pt" and not for_training:
             continue
@@ -355,29 +354,96 @@ def step_folder(run: Path, step: int) -> Path:
 def steps(run: Path) -> list[Path]:
     """The step folders of a run, the newest first."""
     found = [p for p in (run / "checkpoints").glob("step_*") if re.fullmatch(r"step_\d+", p.name)]
-    return sorted(found, key=lambda path: int(path.name.removeprefix("step_")), reverse=True)
+    return sorted(found, key=_step, reverse=True)
+
+
+def validation_loss(folder: Path) -> float:
+    """What checkpoints are compared by, as model.json has it: the loss on the same part of the text; inf if unknown."""
+    about = read_about(folder)
+    loss = about.get("compared_loss", about.get("validation_loss"))
+    return loss if isinstance(loss, int | float) and math.isfinite(loss) else math.inf
+
+
+def best_first(folders: list[Path], warn: Callable[[str], None] = lambda _: None) -> list[Path]:
+    """Those whose validation loss is known, the lowest first; where it cannot be, that is said."""
+    losses = {}
+    for folder in folders:
+        try:
+            check(folder, only="model.json")
+            losses[folder] = validation_loss(folder)
+        except ValueError as error:
+            warn(f"skipping a checkpoint: {error}")
+    return sorted((folder for folder, loss in losses.items() if loss < math.inf), key=losses.get)
 
 
 def find(path: str | Path, for_training: bool = False, warn: Callable[[str], None] = print) -> Path:
     """The step folder that `path` means: itself, or a run folder's newest valid one; what is damaged is named.
 
+    RUN:best is the one with the lowest validation loss, of those that are saved and valid, RUN:1200 that of a step.
     for_training: training.pt must be there and whole too.
     """
-    path = Path(path)
+    path, which = Path(path), None
+    if not path.exists() and (named := re.fullmatch(r"(.+):(best|\d+)", str(path))):
+        path, which = Path(named[1]), named[2]
     if not path.is_dir():
         raise ValueError(f"there is no checkpoint at {path}: give a run folder or a step folder")
     if (path / "model.json").exists() or (path / "manifest.json").exists():
+        if which is not None:
+            raise ValueError(f"{path} is one checkpoint: give {path}, or RUN:{which} with the folder of a run")
         check(path, for_training)
         return path
-    candidates = steps(path)
-    for candidate in candidates:
+    candidates = there = steps(path)
+    if which == "best":
+        candidates = best_first(there, warn)
+        if there and not candidates:
+            raise ValueError(f"no checkpoint of {path} has a validation loss: give {path}:STEP, {_steps(there)}")
+    elif which is not None:
+        candidates = [folder for folder in there if _step(folder) == int(which)]
+        if not candidates:
+            raise ValueError(f"{path} has no checkpoint of step {which}: {_steps(there)}")
+        check(candidates[0], for_training)
+    for i, candidate in enumerate(candidates):
         try:
             check(candidate, for_training)
-            return candidate
         except ValueError as error:
             warn(f"skipping a checkpoint: {error}")
+            continue
+        if which == "best" and i:
+            warn(f"the best of the others is {candidate}")
+        return candidate
     what = f"{len(candidates)} there, none valid" if candidates else "no checkpoints/step_* in it"
     raise ValueError(f"there is no checkpoint in {path}: {what}")
+
+
+def _step(folder: Path) -> int:
+    return int(folder.name.removeprefix("step_"))
+
+
+def _steps(folders: list[Path]) -> str:
+    return "there are " + ", ".join(str(_step(folder)) for folder in reversed(folders)) if folders else "there is none"
+
+
+CLEARLY = 1.01  # times the lowest loss: more is clearly worse
+
+
+def best_and_last(run: Path) -> tuple[Path, float, float] | None:
+    """(the best checkpoint, its validation loss, that of the newest or inf); None if the newest is the best."""
+    saved, ranked = steps(run), best_first(steps(run))
+    if not ranked or ranked[0] == saved[0]:
+        return None
+    best = ranked[0]
+    return best, validation_loss(best), validation_loss(saved[0]) if saved[0] in ranked else math.inf
+
+
+def describe_best(run: Path) -> str | None:
+    """In a line, the best checkpoint of a run, how to name it, and whether the newest is clearly worse."""
+    if (found := best_and_last(run)) is None:
+        return None
+    best, loss, last = found
+    line = f"checkpoint={run}:best is step {_step(best)}, validation loss {loss:.4f}; "
+    if last == math.inf:
+        return line + "the last is not measured"
+    return line + f"the last, {last:.4f}, is " + ("clearly worse" if last > CLEARLY * loss else "not much worse")
 
 
 def read_about(folder: Path) -> About:
@@ -497,7 +563,7 @@ def check_same_tokenizer(folder: Path, tokenizer):
 def set_aside(run: Path, step: int):
     """Renames what a run saved after `step`, where it goes on from there: damaged, or passed over."""
     for folder in steps(run):
-        if int(folder.name.removeprefix("step_")) > step:
+        if _step(folder) > step:
             folder.rename(folder.with_name(f"aside_{folder.name}_{secrets.token_hex(3)}"))
 
 

@@ -20,7 +20,8 @@ class Guard:
     losses: of the last steps, with rows as long as now. skip: steps whose batch is passed over. skipped: steps that
     changed no weight, so or because their numbers were not finite. in_a_row: how many of the latter came last, one
     after the other. spikes: losses more than so many standard deviations above the mean of those before. rollbacks:
-    since the last checkpoint behind which a batch was learned from.
+    since the last checkpoint behind which a batch was learned from. lowest: the lowest validation loss, after
+    lowest_step steps, always on the same part of the text; waited: evaluations since that found none as low.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -29,6 +30,9 @@ class Guard:
     in_a_row: int = 0
     spikes: int = 0
     rollbacks: int = 0
+    lowest: float = math.inf
+    lowest_step: int | None = None
+    waited: int = 0
 
     def passed_over(self):
         """A step without an update."""
@@ -47,6 +51,14 @@ class Guard:
         spike = loss > statistics.fmean(before) + sigmas * statistics.pstdev(before)
         self.spikes += spike
         return spike
+
+    def evaluated(self, step: int, loss: float) -> bool:
+        """Whether no validation loss before was as low."""
+        lower = loss < self.lowest
+        if lower:
+            self.lowest, self.lowest_step = loss, step
+        self.waited = 0 if lower else self.waited + 1
+        return lower
 
 
 NOWHERE = {"micro_batch": None, "module": None, "tensor": None}

@@ -85,7 +85,7 @@ def describe(run: Path, tracked: str) -> str:
     return f"""config.yaml      every setting of this run
 environment.json the code, the machine and the size of the model
 metrics.jsonl    its figures, a row a logged step
-checkpoints/     step folders, each whole; the newest is used
+checkpoints/     step folders, each whole; the newest is used, or the best: checkpoint={run}:best
 
 write text       python -m scripts.generate checkpoint={run} -- To be, or not
 measure          python -m scripts.evaluate checkpoint={run}

@@ -8,6 +8,7 @@ import pytest
 from commands import command
 
 from scripts import runs
+from training import checkpoint
 
 
 @pytest.fixture
@@ -54,6 +55,36 @@ def test_the_list_has_a_line_a_run_also_for_those_of_a_sweep_and_broken_ones(mak
         ["broken", "1/?", "3.0000", "-", "-", "-", "no", "2m"],
         ["fresh", "0/3", "-", "-", "-", "-", "no", table(result.stdout)[4][-1]],
     ]
+
+
+def test_the_list_names_the_best_checkpoint_where_the_last_is_another_and_says_how_much_worse_that_is(
+    make, small, tmp_path
+):
+    for name, losses in {"over": [2.0, 3.0], "level": [2.0, 2.001], "down": [3.0, 2.0], "unknown": [2.0, None]}.items():
+        run = make(name, 1, [3.0, 2.0], {1: 2.5})
+        for step, loss in enumerate(losses, 1):
+            folder = run / "checkpoints" / f"step_{step:08}"
+            folder.mkdir(parents=True)
+            about = {"arguments": small(17).arguments, "step": step, "seq_len": 8, "precision": "fp32"}
+            figures = {} if loss is None else {"validation_loss": 9.0, "compared_loss": loss}
+            (folder / "model.json").write_text(json.dumps(about | figures))
+            manifest = {"format": checkpoint.FORMAT, "files": {"model.json": checkpoint._facts(folder / "model.json")}}
+            (folder / "manifest.json").write_text(json.dumps(manifest))
+    (tmp_path / "runs" / "down" / "checkpoints" / "step_00000003").mkdir()  # damaged
+    said = command("-m", "scripts.runs", "list").stdout
+    best = "is step 1, validation loss 2.0000; the last"
+    assert f"checkpoint=runs/over:best {best}, 3.0000, is clearly worse\n" in said
+    assert f"checkpoint=runs/level:best {best}, 2.0010, is not much worse\n" in said
+    assert f"checkpoint=runs/unknown:best {best} is not measured\n" in said
+    assert "runs/down:best is step 2, validation loss 2.0000; the last is not measured\n" in said
+
+
+def test_a_run_that_ran_out_of_patience_has_ended(make):
+    for name, patience in (("out", 2), ("in", 3)):
+        with (make(name, 1, [4.0, 3.0, 2.0], {1: 2.5, 2: 2.75, 3: 2.75}, 9) / "config.yaml").open("a") as file:
+            file.write(f"patience: {patience}\n")
+    lines = table(command("-m", "scripts.runs", "list").stdout)
+    assert {line[0]: line[6] for line in lines[1:3]} == {"out": "yes", "in": "no"}
 
 
 def test_comparing_shows_the_settings_that_differ_and_the_last_figures(make):

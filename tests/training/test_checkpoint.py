@@ -128,6 +128,58 @@ def test_when_all_are_damaged_it_says_so(saved):
         checkpoint.load_model(run)
 
 
+@pytest.fixture
+def several(small, tmp_path):
+    """A run folder whose last checkpoint is not its best, and whose third is not measured."""
+    for step, figures in {
+        10: {"validation_loss": 2.0},
+        20: {"validation_loss": 1.0},
+        30: {},
+        40: {"validation_loss": 0.5, "compared_loss": 3.0},  # of another part of the text
+    }.items():
+        model = small(257, tied=True).float()
+        save(tmp_path / "run" / "checkpoints" / f"step_{step:08}", model, step, **figures)
+    return tmp_path / "run"
+
+
+@pytest.mark.parametrize(
+    ("which", "name"),
+    [("", "40"), (":best", "20"), (":10", "10"), (":00000030", "30"), ("/checkpoints/step_00000010", "10")],
+)
+def test_a_checkpoint_is_named_by_its_run_and_what_it_is(several, which, name):
+    assert checkpoint.find(f"{several}{which}", for_training=True).name == f"step_000000{name}"
+    assert checkpoint.load_model(f"{several}{which}").max_seq_len == 32
+    assert checkpoint.describe_best(several).endswith(
+        "run:best is step 20, validation loss 1.0000; the last, 3.0000, is clearly worse"
+    )
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_where_the_best_is_damaged_it_is_named_and_so_is_the_best_of_the_others(several, name, damage):
+    DAMAGE[damage](several / "checkpoints" / "step_00000020" / name)
+    said = []
+    assert checkpoint.find(f"{several}:best", for_training=True, warn=said.append).name == "step_00000010"
+    assert "step_00000020" in said[0] and name in said[0]
+    assert name == "model.json" or said[1:] == [f"the best of the others is {several}/checkpoints/step_00000010"]
+
+
+def test_a_step_that_is_not_there_or_damaged_is_not_replaced_by_another(several):
+    with pytest.raises(ValueError, match="run has no checkpoint of step 15: there are 10, 20, 30, 40"):
+        checkpoint.find(f"{several}:15")
+    flip(several / "checkpoints" / "step_00000010" / "model.safetensors")
+    with pytest.raises(ValueError, match="step_00000010/model.safetensors is damaged"):
+        checkpoint.find(f"{several}:10")
+    with pytest.raises(ValueError, match="step_00000020 is one checkpoint"):
+        checkpoint.find(f"{several}/checkpoints/step_00000020:best")
+    for step in (10, 20, 40):
+        checkpoint.shutil.rmtree(several / "checkpoints" / f"step_000000{step}")
+    with pytest.raises(ValueError, match="no checkpoint of .*run has a validation loss: give .*run:STEP, there are 30"):
+        checkpoint.find(f"{several}:best")
+    several.rename(several.with_name("a:best"))
+    assert checkpoint.find(several.with_name("a:best")).name == "step_00000030"
+
+
 @pytest.mark.parametrize("moment", ["flush", "rename", "_write_json", "save_file"])
 def test_a_save_that_fails_leaves_nothing_behind(saved, small, monkeypatch, moment):
     run, _ = saved
