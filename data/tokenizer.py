@@ -435,7 +435,7 @@ class JSONDecoder(Decoder):
 def read_json(path: str | Path, beginning: str | None, end_of_text: str) -> JSONTokenizer:
     """The tokenizer of a tokenizer.json, whose special tokens are given by name."""
     try:
-        content = Path(path).read_text(encoding="utf-8")
+        content = Path(path).read_text(encoding="utf-8-sig")
         names = {token["content"]: token["id"] for token in json.loads(content)["added_tokens"]}
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is no tokenizer.json that can be read: {error}") from error

@@ -494,6 +494,14 @@ def test_what_may_not_be_meant_is_said_in_a_line(tmp_path):
     ]
 
 
+def test_a_file_that_was_once_read_as_plain_text_is_another_corpus_and_one_that_was_not_is_the_same(tmp_path):
+    for name in ("a.txt", "a.jsonl", "a.txt.gz", "a.md", "a.json", "a.JSONL", "a.csv", "a.jsonl.xz"):
+        (tmp_path / name).write_text("")
+        files = sources.identity(SETTINGS | {"paths": [name]})["files"]
+        assert [file[0] for file in files[:1]] == [name]
+        assert (len(files) == 1) == (name in ("a.txt", "a.jsonl", "a.txt.gz", "a.md"))
+
+
 # --- what is held out -----------------------------------------------------------------------------------------------
 
 

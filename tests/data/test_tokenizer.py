@@ -385,3 +385,10 @@ def test_special_tokens_of_a_tokenizer_json_are_given_by_name(tmp_path, llama_to
     path.write_text("{}")
     with pytest.raises(ValueError, match="is no tokenizer.json"):
         read_json(path, None, "</s>")
+
+
+def test_a_byte_order_mark_before_a_tokenizer_json_is_no_part_of_it(tmp_path, llama_tokenizer):
+    (tmp_path / "a.json").write_text(llama_tokenizer, encoding="utf-8")
+    (tmp_path / "b.json").write_text(llama_tokenizer, encoding="utf-8-sig")
+    a, b = (read_json(tmp_path / name, "<s>", "</s>") for name in ("a.json", "b.json"))
+    assert a.fingerprint() == b.fingerprint()
