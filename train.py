@@ -27,7 +27,7 @@ from training.interruption import Interruption
 from training.metrics import MetricsLog, Screen, Stopwatch, peak_memory
 from training.optimizer import build_optimizer
 from training.run_folder import as_before, check_same_settings, describe, differences, record_environment
-from training.schedule import rate_factor, row_length
+from training.schedule import rate_factor, row_length, row_lengths
 from training.step import compute_gradients, gradient_norm, micro_batches, update
 
 
@@ -100,8 +100,10 @@ def _train(cfg: Train, run: Path, group: str | None, began: float) -> int:
     # --- the model ---
     torch.manual_seed(cfg.seed)
     device = auto.choose_device(cfg.device, cfg.deterministic)
+    n_parameters, n_bytes = estimate.size(tokenizer.vocab_size, **asdict(cfg.model))
+    n_learning = 8 * n_parameters if device.type == "cpu" else 0  # gradients and a moment at least
+    estimate.check_fits(f"training {n_parameters:,} parameters", n_bytes + n_learning)
     model = GPT(tokenizer.vocab_size, **asdict(cfg.model)).to(device)
-    n_parameters = model.n_parameters()
     if weights_of is not None:
         checkpoint.check_same_model(weights_of, model)
         checkpoint.load_weights(weights_of, model)
@@ -119,6 +121,10 @@ def _train(cfg: Train, run: Path, group: str | None, began: float) -> int:
         flops=6 * n_parameters * cfg.batch_tokens * cfg.steps,
         saved=saved.get("choices", {}),
     )
+    if device.type == "cpu":
+        pieces = f"{cfg.batch_tokens:,} tokens, {choices['micro_batch']} x {cfg.seq_len} at once,"
+        least = estimate.least(model, rows // ranks, choices["micro_batch"], cfg.seq_len)
+        estimate.check_fits(f"a step of {pieces}", least)
     model.use_attention(choices["attention"])
     choices["kernels"] = choices["kernels"] and use_kernels(model, warn=print)
     if cfg.activation_checkpointing:
@@ -132,7 +138,7 @@ def _train(cfg: Train, run: Path, group: str | None, began: float) -> int:
     print(f"text      {len(corpus.train):,} tokens to learn from, {len(corpus.validation):,} held out, {corpus.folder}")
     print(f"model     {n_parameters:,} parameters, vocabulary {tokenizer.vocab_size:,}")
     length_of = partial(row_length, steps=cfg.steps, seq_len=cfg.seq_len, warmup=cfg.seq_len_warmup)
-    lengths = sorted({length_of(step) for step in range(start, end)})
+    lengths = row_lengths(start, end, cfg.steps, cfg.seq_len, cfg.seq_len_warmup)
     growing = f" in rows of {', then '.join(map(str, lengths))}" if len(lengths) > 1 else ""
     print(f"steps     {end - start} of {cfg.batch_tokens:,} tokens{growing}, {epochs:.1f} epochs")
     print(f"device    {device}{shared}, " + ", ".join(f"{name} {value}" for name, value in choices.items()), flush=True)

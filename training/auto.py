@@ -3,6 +3,7 @@
 A run saves its choices and a resumed run keeps them.
 """
 
+import math
 import os
 import sys
 from collections.abc import Iterator
@@ -123,7 +124,13 @@ def choose_attention(device: torch.device, compiled: bool, precision: str, seq_l
 def _micro_batch(device: torch.device, rows: int, seq_len: int, vocab_size: int) -> int:
     """The most rows that divide the batch and keep the logits of a forward, in fp32, within a bound."""
     bound = 2**32 if device.type == "cuda" else 2**28  # bytes
-    return max(n for n in range(1, rows + 1) if rows % n == 0 and (n == 1 or 4 * n * seq_len * vocab_size <= bound))
+    return max(n for n in divisors(rows) if n == 1 or 4 * n * seq_len * vocab_size <= bound)
+
+
+def divisors(n: int) -> list[int]:
+    """All, in ascending order."""
+    low = [i for i in range(1, math.isqrt(n) + 1) if n % i == 0]
+    return sorted({*low, *(n // i for i in low)})
 
 
 def largest_that_fits(model: nn.Module, batch: dict[str, Tensor], autocast: torch.autocast) -> int:
@@ -134,7 +141,7 @@ def largest_that_fits(model: nn.Module, batch: dict[str, Tensor], autocast: torc
     """
     rows = len(batch["tokens"])
     n_bytes = 12 * sum(p.numel() for p in model.parameters())
-    for n in (n for n in range(rows, 0, -1) if rows % n == 0):
+    for n in reversed(divisors(rows)):
         try:
             with torch.random.fork_rng([batch["tokens"].device] if batch["tokens"].is_cuda else []):
                 room = torch.empty(n_bytes, dtype=torch.int8, device=batch["tokens"].device)

@@ -62,6 +62,12 @@ def size(
     return n, WEIGHT * (n + tables) + 12 * a_table + OBJECTS * n_layers
 
 
+def least(model: GPT, rows: int, micro_batch: int, seq_len: int) -> int:
+    """Bytes that a step needs at least, beside the weights: the batch, the residual stream and the logits, twice."""
+    m = model.arguments
+    return 16 * rows * seq_len + 4 * micro_batch * seq_len * (m["d_model"] * m["n_layers"] + 2 * m["vocab_size"])
+
+
 def available_memory() -> int:
     """Bytes that this process may still take: what the machine has to spare, within the limit of its cgroup."""
     try:
@@ -295,11 +301,11 @@ def what_fits(model: GPT, room: float, *, rows: int, world: int, gpu: bool, **se
     shares, by FSDP, on as many devices or on more. None if none of these helps.
     """
     parallel, checkpointing = settings.pop("parallel"), settings.pop("activation_checkpointing")
-    spreads = [(world, parallel), *((n, "fsdp") for n in range(max(world, 2), rows + 1) if rows % n == 0)]
+    spreads = [(world, parallel), *((n, "fsdp") for n in auto.divisors(rows) if n >= max(world, 2))]
     for n, how in spreads:
         share = rows // n
         for again in sorted({checkpointing, True}):
-            for micro_batch in (size for size in range(share, 0, -1) if share % size == 0):
+            for micro_batch in reversed(auto.divisors(share)):
                 changed = {"world": n, "parallel": how, "activation_checkpointing": again, "micro_batch": micro_batch}
                 if at_peak(memory(model, rows=share, gpu=gpu, **settings, **changed))[1] <= room:
                     return changed
@@ -352,7 +358,7 @@ def report(settings: dict, vocab_size: int, vocabulary: str) -> str:
         return memory(model, rows=rows // world, micro_batch=micro_batch, world=world, gpu=gpu, **plan)
 
     if gpu and s["micro_batch"] == "auto":  # as training finds it there, by trial
-        sizes = (n for n in range(micro_batch, 0, -1) if micro_batch % n == 0)
+        sizes = reversed(auto.divisors(micro_batch))
         micro_batch = next((n for n in sizes if at_peak(moments_with(n))[1] <= room), 1)
     moments, fit = moments_with(micro_batch), None
     if at_peak(moments)[1] > room:

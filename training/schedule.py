@@ -31,3 +31,9 @@ def row_length(step: int, steps: int, seq_len: int, warmup: float) -> int:
     if step < warmup / 2 * steps:
         return seq_len // 4
     return seq_len // 2 if step < warmup * steps else seq_len
+
+
+def row_lengths(start: int, end: int, steps: int, seq_len: int, warmup: float) -> list[int]:
+    """Those that rows have in the steps start .. end - 1, in ascending order."""
+    changes = (start, math.ceil(warmup / 2 * steps), math.ceil(warmup * steps))
+    return sorted({row_length(step, steps, seq_len, warmup) for step in changes if start <= step < end})

@@ -74,6 +74,12 @@ def test_a_device_that_cannot_compute_is_refused_in_one_short_line(device):
     assert len(str(refused.value)) < 220 and "\n" not in str(refused.value)
 
 
+def test_the_rows_at_once_divide_a_batch_of_any_size():
+    for n in range(1, 200):
+        assert auto.divisors(n) == [i for i in range(1, n + 1) if n % i == 0]
+    assert choose(rows=10**12)["micro_batch"] == 128  # of 128 tokens and 4,096 logits each, in 2^28 bytes
+
+
 def test_what_was_asked_for_or_saved_is_kept():
     assert choose(precision="bf16", compile=True, attention="written", micro_batch=8) == {
         "precision": "bf16",

@@ -247,3 +247,12 @@ def test_what_is_larger_than_the_machine_is_refused_in_numbers():
     for n_bytes in (room + 2**36, 10**400):
         with pytest.raises(ValueError, match=r"^a model needs [\d,.]+ GiB of memory, this machine has [\d,.]+"):
             estimate.check_fits("a model", n_bytes)
+
+
+def test_a_step_needs_at_least_a_part_of_what_it_needs():
+    for vocab_size, shape, changes in CASES.values():
+        step = {**STEP, **changes}
+        model = estimate.on_paper(vocab_size, max_seq_len=step["seq_len"], **shape)
+        weights = 4 * model.n_parameters()
+        least = estimate.least(model, step["rows"], step["micro_batch"], step["seq_len"])
+        assert 0 < least < foretold(vocab_size, shape, step, gpu=False) - weights

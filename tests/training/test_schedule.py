@@ -1,6 +1,8 @@
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
-from training.schedule import rate_factor, row_length
+from training.schedule import rate_factor, row_length, row_lengths
 
 
 def rates(decay: str, warmup: int = 10, final: float = 0.1) -> list[float]:
@@ -43,3 +45,17 @@ def test_rows_grow_to_a_half_and_to_the_whole():
     assert [row_length(t, 10, 32, 0.6) for t in range(10)] == [8] * 3 + [16] * 3 + [32] * 4
     assert {row_length(t, 10, 33, 0.0) for t in range(10)} == {33}
     assert [row_length(t, 4, 32, 1.0) for t in range(4)] == [8, 8, 16, 16]
+
+
+@given(st.integers(1, 60), st.integers(0, 59), st.integers(1, 60), st.floats(0, 1))
+@example(60, 0, 60, 0.6)
+def test_the_lengths_of_rows_are_those_of_each_step(steps, start, n, warmup):
+    end = min(steps, start + n)
+    if start < end:
+        counted = sorted({row_length(step, steps, 32, warmup) for step in range(start, end)})
+        assert row_lengths(start, end, steps, 32, warmup) == counted
+
+
+def test_the_lengths_of_rows_do_not_take_longer_the_more_steps_there_are():
+    assert row_lengths(0, 10**15, 10**15, 32, 0.5) == [8, 16, 32]
+    assert row_lengths(10**14, 10**15, 10**15, 32, 0.1) == [32]
