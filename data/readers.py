@@ -71,10 +71,12 @@ def find(paths: list[str], endings: tuple[str, ...] = TEXT + ROWS) -> list[str]:
 
 
 def _inside(folder: str, endings: tuple[str, ...]) -> list[str]:
-    every = []
-    for place, folders, files in os.walk(folder):
+    every, errors = [], []
+    for place, folders, files in os.walk(folder, onerror=errors.append):
         folders[:] = [name for name in folders if not name.startswith(".")]
         every += [os.path.join(place, name) for name in files if not name.startswith(".")]
+    if errors:
+        raise ValueError(f"data.paths: {errors[0].filename} cannot be read: {errors[0].strerror}")
     found = [path for path in every if ending(path) in endings]
     if not found:
         others = ", ".join(sorted({ending(path) or Path(path).name for path in every})[:20])
@@ -199,8 +201,10 @@ def _loads(text: str, where: str):
         return json.loads(text)
     except RecursionError as error:
         raise ValueError(f"{where}: JSON nested too deep") from error
-    except ValueError as error:  # no JSON, or a number of more digits than Python reads
+    except json.JSONDecodeError as error:
         raise ValueError(f"{where}: no JSON ({error})") from error
+    except ValueError as error:
+        raise ValueError(f"{where}: a number of more digits than Python reads") from error
 
 
 def _table(path: str, data: dict) -> Iterator[Document]:

@@ -278,7 +278,7 @@ def test_a_column_may_lie_in_another(tmp_path, kind):
         ('{"text": ["a"]}', "line 1 holds no text but list"),
         ("[" * 100_000, "line 1: JSON nested too deep"),
         ('{"text": ' + '{"a":' * 100_000, "line 1: JSON nested too deep"),
-        ('{"text": "a"}\n{"id": ' + "1" * 5_000 + "}", "line 2: no JSON .*digits"),
+        ('{"text": "a"}\n{"id": ' + "1" * 5_000 + "}", "line 2: a number of more digits than Python reads"),
     ],
     ids=lambda value: value[:20],
 )
@@ -465,6 +465,21 @@ def test_a_folder_without_text_says_what_it_holds(tmp_path, content, message):
     for name in content:
         (tmp_path / "books" / name).write_text("x")
     with pytest.raises(ValueError, match=rf"data.paths: books is a folder without .txt.*; {message}"):
+        read(["books"])
+
+
+def test_a_folder_inside_that_cannot_be_read_is_named(tmp_path, monkeypatch):
+    (tmp_path / "books/b").mkdir(parents=True)
+    (tmp_path / "books/a.txt").write_text("x")
+    listing = os.scandir
+
+    def closed(path):
+        if Path(path).name == "b":
+            raise PermissionError(13, "Permission denied", str(path))
+        return listing(path)
+
+    monkeypatch.setattr(os, "scandir", closed)
+    with pytest.raises(ValueError, match=r"data.paths: books/b cannot be read: Permission denied"):
         read(["books"])
 
 
