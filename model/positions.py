@@ -160,7 +160,7 @@ def rope_speeds(
         return d_k * math.log(trained_len / (2 * math.pi * times)) / (2 * math.log(theta))
 
     fast, slow = max(math.floor(pair_that_turns(32)), 0), min(math.ceil(pair_that_turns(1)), d_k - 1)
-    ramp = ((torch.arange(d_k // 2).double() - fast) / max(slow - fast, 0.001)).clamp(0, 1)
+    ramp = ((torch.arange(d_k // 2).double() - fast) / (slow - fast or 0.001)).clamp(0, 1)
     return speeds * (1 - ramp) + speeds / factor * ramp, 1 + 0.1 * math.log(factor)
 
 

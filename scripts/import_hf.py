@@ -1,19 +1,21 @@
 """Turns a Llama in the Hugging Face layout into a checkpoint.  python -m scripts.import_hf source=DIR target=DIR"""
 
 import json
-import math
 import re
 from pathlib import Path
+from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
+from typing_extensions import TypedDict
 
 from conf.entry import entry_point
 from conf.schema import ImportHF
+from data.files import read_json
 from data.tokenizer import JSONTokenizer
 from model import GPT
+from model.positions import rope_speeds
 from training import checkpoint
 
 # what each matrix and gain is called there, and here; both pair RoPE's dimensions by halves, so rows need no permuting
@@ -26,16 +28,39 @@ NAMES = {
     r"model\.norm\.weight": "norm.gain",
     r"lm_head\.weight": "head.weight",
 }
-# settings of config.json that change the mathematics, with the values that GPT has
-EXPECTED = {"model_type": "llama", "hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
-YARN = {
-    "beta_fast": 32,
-    "beta_slow": 1,
-    "truncate": True,
-    "attention_factor": None,
-    "mscale": None,
-    "mscale_all_dim": None,
+TABLES = r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq"  # RoPE's, which old files carry
+# settings of config.json that change the mathematics, with the values that GPT has; the first is the default
+EXPECTED = {
+    "model_type": ("llama",),
+    "hidden_act": ("silu", "swish"),
+    "attention_bias": (False,),
+    "mlp_bias": (False,),
+    "sliding_window": (None,),  # a Mistral's, whose weights have a Llama's names
 }
+ROPE = {"partial_rotary_factor": (1.0, None)}
+YARN = {
+    "beta_fast": (32, None),
+    "beta_slow": (1, None),
+    "truncate": (True,),
+    "attention_factor": (None,),
+    "mscale": (None,),
+    "mscale_all_dim": (None,),
+}
+
+Rope = dict[str, str | bool | int | float | None]  # no dict in it: not for each kind of layer its own
+
+
+class Config(TypedDict, total=False):
+    """config.json, as far as its values are not looked at one by one."""
+
+    architectures: list[str] | None
+    rope_parameters: Rope | None
+    rope_scaling: Rope | None
+    tie_word_embeddings: bool
+
+
+class Index(TypedDict):
+    weight_map: dict[str, str]
 
 
 @entry_point("import_hf", ImportHF)
@@ -49,21 +74,27 @@ def import_llama(source: Path, target: Path) -> Path:
     """Writes the step folder `target`, which must not exist. ValueError names what GPT cannot express."""
     if target.exists():
         raise ValueError(f"target {target} is there already: take another name")
-    config = _json(source / "config.json")
+    config = read_json(source / "config.json", Config)
     arguments, vocab_size = gpt_arguments(config), _number(config, "vocab_size", int)
-    content = json.dumps(_json(source / "tokenizer.json"))
+    content = json.dumps(read_json(source / "tokenizer.json", dict[str, Any]))
     tokenizer = JSONTokenizer(content, **_special_tokens(source, config))
     if tokenizer.vocab_size > vocab_size:
         raise ValueError(f"{source}: tokenizer.json has {tokenizer.vocab_size} tokens, config.json only {vocab_size}")
 
-    model = GPT(tokenizer.vocab_size, **arguments)
-    weights = gpt_weights(_read_weights(source), tied=model.arguments["tied"])
+    files = weight_files(source)
+    sizes = gpt_names({name: size for file in files for name, size in checkpoint.sizes(file).items()})
+    if arguments["tied"]:  # its own file may have the matrix twice, see gpt_weights
+        sizes.pop("head.weight", None)
+    mismatch = f"{source} does not hold what its config.json says"
+    checkpoint.check_arguments({"vocab_size": vocab_size, **arguments}, sizes, source, mismatch)
+    theirs = [load_file(file) for file in files]
+    weights = gpt_weights({name: tensor for some in theirs for name, tensor in some.items()}, arguments["tied"])
     for name in {"embedding.weight", "head.weight"} & set(weights):  # rows without a token are padding
         weights[name] = weights[name][: tokenizer.vocab_size]
-    try:
-        model.load_state_dict(weights)
-    except RuntimeError as error:
-        raise ValueError(f"{source} does not hold what its config.json says: {' '.join(str(error).split())}") from error
+    model = GPT(tokenizer.vocab_size, **arguments)
+    model.load_state_dict(weights)
+    if (name := checkpoint.not_finite(model)) is not None:
+        raise ValueError(f"{source}: {name} holds numbers that are not finite (NaN or infinity)")
     about = {"step": 0, "seq_len": model.max_seq_len, "precision": "fp32", "imported": config}
     about["tokenizer_hash"] = tokenizer.fingerprint()
     weights, arguments = checkpoint.snapshot(model)
@@ -72,104 +103,130 @@ def import_llama(source: Path, target: Path) -> Path:
 
 
 def gpt_arguments(config: dict) -> dict:
-    """What GPT is to be built with, but for vocab_size, from a Llama's config.json."""
-    for name, expected in EXPECTED.items():
-        if (found := config.get(name, expected)) != expected:
-            raise ValueError(f"only {name}={expected} can be imported, got {found}")
-    if "quantization_config" in config:
+    """What GPT is to be built with, but for vocab_size, from a Llama's config.json; what is not there is as there."""
+    _check(config, EXPECTED, "config.json's")
+    if config.get("quantization_config") is not None:
         raise ValueError("quantised weights cannot be imported: take the folder with the original ones")
+    if "model_type" not in config and config.get("architectures") not in (None, ["LlamaForCausalLM"]):
+        raise ValueError(f"only a LlamaForCausalLM can be imported, got architectures {config['architectures']}")
     d_model, n_heads = _number(config, "hidden_size", int), _number(config, "num_attention_heads", int)
     if (found := config.get("head_dim") or d_model / n_heads) != d_model / n_heads:
         raise ValueError(f"head_dim must be hidden_size / num_attention_heads, got {found} and {d_model} / {n_heads}")
+    given = {name: value for name, value in config.items() if (name, value) != ("num_key_value_heads", None)}
     return {
         "d_model": d_model,
         "n_layers": _number(config, "num_hidden_layers", int),
         "n_heads": n_heads,
-        "n_kv_heads": _number(config, "num_key_value_heads", int, default=n_heads),
+        "n_kv_heads": _number(given, "num_key_value_heads", int, default=n_heads),
         "d_ff": _number(config, "intermediate_size", int),
-        "norm_eps": _number(config, "rms_norm_eps", float),
+        "norm_eps": _number(config, "rms_norm_eps", float, default=1e-6),
         "tied": config.get("tie_word_embeddings", False),
-        **_rope(config),
+        **_rope(config, d_model // n_heads),
     }
+
+
+def _check(settings: dict, expected: dict[str, tuple], whose: str):
+    for name, values in expected.items():
+        found = settings.get(name, values[0])
+        if not any(found == value and isinstance(found, bool) == isinstance(value, bool) for value in values):
+            raise ValueError(f"{whose} {name} must be {values[0]} to be imported, got {found}")
 
 
 def _number(config: dict, name: str, kind: type, default: float | None = None) -> int | float:
     """A positive number of a config, which may hold anything."""
-    value = default if config.get(name) is None else config[name]
-    if not isinstance(value, (int, kind)) or isinstance(value, bool) or not 0 < value < math.inf:
-        raise ValueError(f"config.json: {name} must be a positive {kind.__name__}, got {value}")
+    value = config.get(name, default)
+    if not isinstance(value, (int, kind)) or isinstance(value, bool) or not 0 < value < 2**63:
+        raise ValueError(f"config.json: {name} must be a positive {kind.__name__}, below 2**63, got {value}")
     return value
 
 
-def _rope(config: dict) -> dict:
-    """max_seq_len and RoPE's arguments, from rope_parameters (transformers 5) or rope_theta and rope_scaling (4)."""
-    rope = {"rope_theta": config.get("rope_theta", 10000.0), **(config.get("rope_scaling") or {})}
-    rope |= config.get("rope_parameters") or {}
+def _rope(config: dict, d_head: int) -> dict:
+    """max_seq_len and RoPE's arguments, from rope_parameters (transformers 5) or rope_theta and rope_scaling (4).
+
+    Where something stands twice, transformers' choice is taken: rope_scaling before rope_parameters, rope_theta in
+    them before the one beside, but original_max_position_embeddings beside before the one in them.
+    """
+    rope = {"rope_theta": config.get("rope_theta", 10000.0)}
+    rope |= {name: config[name] for name in ROPE if name in config}
+    rope |= config.get("rope_scaling") or config.get("rope_parameters") or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in ("default", "linear", "yarn"):
         raise ValueError(f"RoPE of type {kind} cannot be imported: only default, linear and yarn")
-    theta, reach = _number(rope, "rope_theta", float), _number(config, "max_position_embeddings", int)
+    _check(rope, ROPE, "RoPE's")
+    theta = _number(rope, "rope_theta", float)
+    reach = _number(config, "max_position_embeddings", int, default=2048)
     if kind == "default":
         return {"theta": theta, "max_seq_len": reach}
     factor = _number(rope, "factor", float)
-    if kind == "yarn":
-        for name, expected in YARN.items():
-            if (found := rope.get(name)) not in (None, expected):
-                raise ValueError(f"RoPE's {name} must be {expected}, got {found}")
-        reach = round(_number(rope, "original_max_position_embeddings", int, default=reach) * factor)
     scaling = {"linear": "interpolation", "yarn": "yarn"}[kind]
+    if kind == "yarn":
+        _check(rope, YARN, "RoPE's")
+        beside = "original_max_position_embeddings" in config
+        trained = _number(config if beside else rope, "original_max_position_embeddings", int, default=reach)
+        reach = max(1, round(trained * factor))
+        lengths = reach, trained * factor
+        rounded, exact = (rope_speeds(theta, d_head, scaling, factor, length)[0] for length in lengths)
+        if not torch.allclose(rounded, exact, rtol=1e-6, atol=0):
+            raise ValueError(
+                "only a RoPE whose original_max_position_embeddings * factor is a whole number can be imported, got "
+                f"{trained} * {factor}"
+            )
     return {"theta": theta, "max_seq_len": reach, "rope_scaling": scaling, "rope_factor": factor}
 
 
-def gpt_weights(theirs: dict[str, Tensor], tied: bool) -> dict[str, Tensor]:
-    """The weights of a Llama under GPT's names, in float32."""
+def gpt_names(theirs: dict[str, Any]) -> dict[str, Any]:
+    """What a Llama has under GPT's names; but for tables, which are no weights."""
     ours = {}
-    for name, tensor in theirs.items():
-        if name.endswith("rotary_emb.inv_freq"):  # a table that old files carry
+    for name, value in theirs.items():
+        if re.fullmatch(TABLES, name):
             continue
         pattern = next((pattern for pattern in NAMES if re.fullmatch(pattern, name)), None)
         if pattern is None:
             raise ValueError(f"a weight that a Llama does not have: {name}")
-        ours[re.sub(pattern, NAMES[pattern], name)] = tensor.to(torch.float32)
-    if tied and "embedding.weight" in ours:
-        ours["head.weight"] = ours["embedding.weight"]
+        ours[re.sub(pattern, NAMES[pattern], name)] = value
     return ours
 
 
-def _read_weights(source: Path) -> dict[str, Tensor]:
-    """Every tensor of model.safetensors, or of the files that an index names."""
-    index = source / "model.safetensors.index.json"
-    names = ["model.safetensors"]
-    if index.is_file():
-        names = sorted(set(_json(index).get("weight_map", {}).values()))
-    weights = {}
-    for name in names:
-        try:
-            weights |= load_file(source / name)
-        except (OSError, SafetensorError) as error:
-            raise ValueError(f"{source / name} cannot be read: {error}") from error
-    return weights
+def gpt_weights(theirs: dict[str, Tensor], tied: bool) -> dict[str, Tensor]:
+    """The weights of a Llama under GPT's names, in float32."""
+    ours = {name: tensor.to(torch.float32) for name, tensor in gpt_names(theirs).items()}
+    if tied:
+        embedding = ours["embedding.weight"]
+        if not torch.equal(ours.setdefault("head.weight", embedding), embedding):
+            raise ValueError(
+                "config.json says tie_word_embeddings=true, but lm_head.weight is not model.embed_tokens.weight: "
+                "say false to take it, or delete it from the file"
+            )
+    return ours
 
 
-def _json(path: Path) -> dict:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path} cannot be read: {error}") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} must hold an object, got {type(content).__name__}")
-    return content
+def weight_files(source: Path) -> list[Path]:
+    """model.safetensors, or those that an index names. ValueError for both, and for a weight that is in two of them."""
+    whole, index = source / "model.safetensors", source / "model.safetensors.index.json"
+    if not index.is_file():
+        return [whole]
+    if whole.is_file():
+        raise ValueError(f"{source} does not hold its weights once: delete {whole.name} or {index.name}")
+    names = sorted(set(read_json(index, Index)["weight_map"].values()))
+    seen: dict[str, str] = {}
+    for file in names:
+        if Path(file).name != file:
+            raise ValueError(f"{index}: {file} does not lie beside it")
+        for weight in checkpoint.sizes(source / file):
+            if seen.setdefault(weight, file) != file:
+                raise ValueError(f"{source}: {weight} is in {seen[weight]} and in {file}")
+    return [source / file for file in names]
 
 
 def _special_tokens(source: Path, config: dict) -> dict:
     """`beginning` and `ends`, from generation_config.json or config.json."""
     generation = source / "generation_config.json"
-    given = _json(generation) if generation.is_file() else {}
+    given = read_json(generation, dict[str, Any]) if generation.is_file() else {}
 
     def ids(name: str) -> list[int]:
         value = given.get(name, config.get(name))
         value = value if isinstance(value, list) else [value]
-        if not value or not all(isinstance(id, int) for id in value):
+        if not value or not all(type(id) is int for id in value):
             raise ValueError(f"{source}/config.json: {name} must be an id, got {value}")
         return value
 

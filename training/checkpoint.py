@@ -480,23 +480,24 @@ def sizes(path: Path) -> dict[str, tuple[int, ...]]:
     return found
 
 
-def check_arguments(arguments: dict, found: dict[str, tuple[int, ...]], where: Path):
+def check_arguments(arguments: dict, found: dict[str, tuple[int, ...]], where: Path, mismatch: str):
     """ValueError unless GPT(**arguments) has weights of the shapes `found`, and the memory of this machine suffices.
 
     Found out without building it, however large the arguments say that it is.
     """
-    n, n_bytes = estimate.size(**arguments)
-    if (there := sum(map(math.prod, found.values()))) != n:
-        raise ValueError(f"{where} holds another model: its weights are {there:,} numbers, {n:,} are expected")
-    estimate.check_fits(f"the model of {where}", n_bytes)
+    for name, most in (("n_layers", len(found)), ("d_model", sum(map(math.prod, found.values())))):
+        if arguments[name] > most:
+            raise ValueError(f"{mismatch}: {name} is {arguments[name]}, the weights are too few for more than {most}")
     try:
         model = estimate.on_paper(**arguments)
-    except ValueError as error:
-        raise ValueError(f"{where} holds no model: {error}") from error
-    check_sizes(found, model, where)
+    except (ValueError, RuntimeError) as error:  # RuntimeError: of torch, for more numbers than can be counted
+        raise ValueError(f"{mismatch}: {str(error).splitlines()[0]}") from error
+    check_sizes(found, model, mismatch)
+    _, n_bytes = estimate.size(**arguments)
+    estimate.check_fits(f"the model of {where}, with max_seq_len {arguments['max_seq_len']},", n_bytes)
 
 
-def check_sizes(found: dict[str, tuple[int, ...]], model: GPT, where: Path):
+def check_sizes(found: dict[str, tuple[int, ...]], model: GPT, mismatch: str):
     """ValueError unless `found`, the shapes of weights by their names, are the model's; which may be without numbers.
 
     A tied head is no weight of its own.
@@ -508,12 +509,12 @@ def check_sizes(found: dict[str, tuple[int, ...]], model: GPT, where: Path):
         if found.get(name) != expected.get(name):
             there, wanted = (some.get(name, "missing") for some in (found, expected))
             wanted = f"the model's is {wanted}" if name in expected else "the model has none"
-            raise ValueError(f"{where} holds another model: {name} is {there}, {wanted}")
+            raise ValueError(f"{mismatch}: {name} is {there}, {wanted}")
 
 
 def load_weights(folder: Path, model: GPT):
     """Into a model of the same shape."""
-    check_sizes(sizes(folder / "model.safetensors"), model, folder)
+    check_sizes(sizes(folder / "model.safetensors"), model, f"{folder} holds another model")
     model.load_state_dict(read_weights(folder))
 
 
@@ -526,7 +527,7 @@ def load_model(path: str | Path, device: str | torch.device = "cpu", *, finite: 
     """
     folder = find(path)
     arguments = {**read_about(folder)["arguments"], **changes}
-    check_arguments(arguments, sizes(folder / "model.safetensors"), folder)
+    check_arguments(arguments, sizes(folder / "model.safetensors"), folder, f"{folder} holds another model")
     model = GPT(**arguments)
     load_weights(folder, model)
     if finite and (name := not_finite(model)) is not None:

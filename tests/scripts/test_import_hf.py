@@ -6,6 +6,7 @@ import os
 import pytest
 import torch
 from commands import command
+from safetensors.torch import load_file, save_file
 
 from data.tokenizer import load_tokenizer
 from model import generate
@@ -37,6 +38,14 @@ def llama(tmp_path, llama_tokenizer):
         return folder, model
 
     return make
+
+
+DELETE = object()
+LENGTH = "original_max_position_embeddings"
+
+
+def without(values, name):
+    return {key: value for key, value in values.items() if key != name}
 
 
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16}
@@ -89,6 +98,103 @@ def test_the_settings_of_older_files_mean_the_same(llama, tmp_path):
     torch.testing.assert_close(ours(tokens), theirs(tokens).logits, rtol=1e-5, atol=1e-5)
 
 
+LONG = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64}
+SAID = {  # what config.json says, and how an import may refuse it; None: it must not
+    "yarn's length beside": ({"rope_parameters": without(LONG, LENGTH), LENGTH: 64}, None),
+    "yarn's length beside, another in it": ({"rope_parameters": LONG | {LENGTH: 16}, LENGTH: 64}, None),
+    "yarn's length nowhere": ({"rope_parameters": without(LONG, LENGTH)}, None),
+    "yarn's length in rope_scaling": ({"rope_scaling": LONG}, None),
+    "yarn's length beside rope_scaling": ({"rope_scaling": LONG | {LENGTH: 16}, LENGTH: 64}, None),
+    "a length that nothing needs": ({LENGTH: 16}, None),
+    "yarn from very short": ({"rope_parameters": LONG | {LENGTH: 4, "factor": 32.0}}, None),
+    "yarn to a broken length": ({"rope_parameters": LONG | {"factor": 2.51}}, None),
+    "yarn to one that would shift": ({"rope_parameters": LONG | {LENGTH: 112, "factor": 1.45}}, "is a whole number"),
+    "yarn that turns fast": ({"rope_parameters": LONG | {"rope_theta": 10.0, LENGTH: 100}}, None),
+    "beta_fast": ({"rope_parameters": LONG | {"beta_fast": 16}}, "beta_fast"),
+    "beta_fast by default": ({"rope_parameters": LONG | {"beta_fast": 32.0, "beta_slow": None}}, None),
+    "beta_slow": ({"rope_parameters": LONG | {"beta_slow": 2}}, "beta_slow"),
+    "attention_factor": ({"rope_parameters": LONG | {"attention_factor": 1.5}}, "attention_factor"),
+    "mscale": ({"rope_parameters": LONG | {"mscale": 0.7, "mscale_all_dim": 1.2}}, "mscale"),
+    "not truncated": ({"rope_parameters": LONG | {"truncate": False}}, "truncate"),
+    "truncated by null": ({"rope_parameters": LONG | {"truncate": None}}, "truncate"),
+    "rope_theta beside": ({"rope_theta": 500.0, "rope_parameters": None}, None),
+    "rope_theta beside and in it": ({"rope_theta": 500.0, "rope_parameters": {"rope_theta": 5000.0}}, None),
+    "rope_theta beside rope_scaling": ({"rope_theta": 500.0, "rope_scaling": {"type": "linear", "factor": 2.0}}, None),
+    "rope_scaling and rope_parameters": (
+        {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": {"rope_theta": 500.0, "factor": 8.0}},
+        None,
+    ),
+    "rope_type and type": ({"rope_parameters": {"rope_type": "linear", "type": "yarn", "factor": 2.0}}, None),
+    "an empty rope_scaling": ({"rope_scaling": {}, "rope_parameters": {"rope_theta": 500.0}}, None),
+    "part of each head": ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+    "part of each head, in it": ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+    "llama3's": (
+        {"rope_parameters": LONG | {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}},
+        "type llama3",
+    ),
+    "dynamic": ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "type dynamic"),
+    "no rms_norm_eps": ({"rms_norm_eps": DELETE}, None),
+    "no max_position_embeddings": ({"max_position_embeddings": DELETE}, None),
+    "no tie_word_embeddings": ({"tie_word_embeddings": DELETE}, None),
+    "no head_dim": ({"head_dim": DELETE}, None),
+    "no heads of their own": ({"num_key_value_heads": None}, None),
+    "no hidden_act": ({"hidden_act": DELETE}, None),
+    "swish": ({"hidden_act": "swish"}, None),
+    "gelu": ({"hidden_act": "gelu"}, "hidden_act"),
+    "no biases": ({"attention_bias": DELETE, "mlp_bias": DELETE}, None),
+    "pretraining_tp": ({"pretraining_tp": 2}, None),
+    "a window": ({"sliding_window": 4}, "sliding_window"),
+    "no window": ({"sliding_window": None}, None),
+}
+
+
+@pytest.mark.parametrize("said", SAID)
+def test_what_config_json_says_is_what_transformers_makes_of_it_or_refused_by_name(llama, tmp_path, said):
+    """With heads wide enough that the pairs of a YaRN differ."""
+    from transformers import LlamaForCausalLM
+
+    changes, refusal = SAID[said]
+    shape = {"hidden_size": 128, "num_attention_heads": 2, "intermediate_size": 32, "num_hidden_layers": 1}
+    folder, _ = llama(**shape, max_position_embeddings=128, rms_norm_eps=1e-6)
+    config = json.loads((folder / "config.json").read_text()) | changes
+    (folder / "config.json").write_text(json.dumps({k: value for k, value in config.items() if value is not DELETE}))
+    if refusal is not None:
+        with pytest.raises(ValueError, match=refusal):
+            import_llama(folder, tmp_path / "ours")
+        return
+    ours = checkpoint.load_model(import_llama(folder, tmp_path / "ours"))
+    theirs = LlamaForCausalLM.from_pretrained(folder).eval()
+    tokens = torch.randint(267, (2, 128))
+    with torch.no_grad():
+        torch.testing.assert_close(ours(tokens), theirs(tokens).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_a_head_of_its_own_is_not_tied_to_the_embedding(llama, tmp_path):
+    """transformers 5 takes it, 4 dropped it: the file contradicts itself."""
+    folder, theirs = llama(tie_word_embeddings=True)
+    embedding = theirs.get_input_embeddings().weight.detach()
+    weights(**{"lm_head.weight": embedding + 1})(folder)
+    with pytest.raises(ValueError, match=r"tie_word_embeddings=true, but lm_head.weight is not .*embed_tokens"):
+        import_llama(folder, tmp_path / "ours")
+    assert not (tmp_path / "ours").exists()
+    weights(**{"lm_head.weight": embedding[:100].clone()})(folder)
+    with pytest.raises(ValueError, match=r"tie_word_embeddings=true, but lm_head.weight is not .*embed_tokens"):
+        import_llama(folder, tmp_path / "ours")
+    weights(**{"lm_head.weight": embedding.clone()})(folder)
+    ours = checkpoint.load_model(import_llama(folder, tmp_path / "ours"))
+    assert ours.head.weight is ours.embedding.weight
+
+
+def test_a_weight_that_lies_in_two_files_is_named(llama, tmp_path):
+    folder, _ = llama(saving={"max_shard_size": "20KB"})
+    first, second, *_ = sorted(folder.glob("*.safetensors"))
+    weights = load_file(first)
+    name = next(iter(weights))
+    save_file(load_file(second) | {name: weights[name] + 1}, second)
+    with pytest.raises(ValueError, match=f"{name} is in {first.name} and in {second.name}"):
+        import_llama(folder, tmp_path / "ours")
+
+
 def run(*arguments):
     return command("-m", *arguments)
 
@@ -124,6 +230,22 @@ def edit(file, **changes):
     return change
 
 
+def weights(**changes):
+    def change(folder):
+        path = folder / "model.safetensors"
+        save_file(load_file(path) | changes, path)
+
+    return change
+
+
+def index(content):
+    def change(folder):
+        os.rename(folder / "model.safetensors", folder / "model-1.safetensors")
+        (folder / "model.safetensors.index.json").write_text(json.dumps(content))
+
+    return change
+
+
 def cut(file):
     return lambda folder: os.truncate(folder / file, 1000)
 
@@ -131,30 +253,69 @@ def cut(file):
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda folder: os.remove(folder / "config.json"), "config.json cannot be read"),
-        (lambda folder: os.remove(folder / "tokenizer.json"), "tokenizer.json cannot be read"),
+        (lambda folder: os.remove(folder / "config.json"), "config.json is missing"),
+        (lambda folder: os.remove(folder / "tokenizer.json"), "tokenizer.json is missing"),
         (lambda folder: os.remove(folder / "model.safetensors"), "model.safetensors cannot be read"),
         (cut("model.safetensors"), "model.safetensors cannot be read"),
-        (cut("tokenizer.json"), "tokenizer.json cannot be read"),
+        (cut("tokenizer.json"), "tokenizer.json is damaged: Invalid JSON"),
         (edit("tokenizer.json", model={"type": "Strange"}), "tokenizer.json is no tokenizer"),
-        (edit("config.json", model_type="gpt2"), "model_type=llama.*got gpt2"),
-        (edit("config.json", attention_bias=True), "attention_bias=False.*got True"),
+        (edit("config.json", model_type="gpt2"), "model_type must be llama to be imported, got gpt2"),
+        (edit("config.json", attention_bias=True), "attention_bias must be False to be imported, got True"),
         (edit("config.json", head_dim=16), "head_dim.*16 and 32 / 4"),
-        (edit("config.json", hidden_size=None), "hidden_size must be a positive int, got None"),
+        (edit("config.json", hidden_size=None), "hidden_size must be a positive int, .*got None"),
         (edit("config.json", hidden_size=64, head_dim=None), "does not hold what its config.json says"),
         (edit("config.json", vocab_size=100), "267 tokens, config.json only 100"),
         (edit("config.json", rope_parameters={"rope_type": "llama3"}), "type llama3"),
-        (edit("config.json", rope_parameters={**YARN, "beta_fast": 16}), "beta_fast must be 32, got 16"),
+        (edit("config.json", rope_parameters={**YARN, "beta_fast": 16}), "beta_fast must be 32 to be imported, got 16"),
         (edit("config.json", num_key_value_heads=3), "4 and 3"),
-        (edit("config.json", num_attention_heads=0), "num_attention_heads must be a positive int, got 0"),
-        (edit("config.json", hidden_size="32"), "hidden_size must be a positive int, got 32"),
-        (edit("config.json", rms_norm_eps="small"), "rms_norm_eps must be a positive float, got small"),
-        (edit("config.json", rope_parameters={**YARN, "factor": "4"}), "factor must be a positive float, got 4"),
+        (edit("config.json", num_attention_heads=0), "num_attention_heads must be a positive int, .*got 0"),
+        (edit("config.json", hidden_size="32"), "hidden_size must be a positive int, .*got 32"),
+        (edit("config.json", rms_norm_eps="small"), "rms_norm_eps must be a positive float, .*got small"),
+        (edit("config.json", rope_parameters={**YARN, "factor": "4"}), "factor must be a positive float, .*got 4"),
         (edit("config.json", quantization_config={}), "quantised"),
         (edit("generation_config.json", eos_token_id=[]), r"eos_token_id must be an id, got \[\]"),
         (edit("generation_config.json", bos_token_id=9999), "below 267, got 9999"),
-        (lambda folder: (folder / "config.json").write_text("[]"), "config.json must hold an object, got list"),
-        (lambda folder: (folder / "model.safetensors.index.json").write_text("{}"), "does not hold"),
+        (
+            lambda folder: (folder / "config.json").write_text("[]"),
+            "config.json is damaged: it should be an object, got",
+        ),
+        (lambda folder: (folder / "model.safetensors.index.json").write_text("{}"), "does not hold its weights once"),
+        (index({}), "index.json is damaged: weight_map is missing"),
+        (index({"weight_map": ["model.safetensors"]}), "index.json is damaged: weight_map should be an object"),
+        (index({"weight_map": None}), "index.json is damaged: weight_map should be an object, got None"),
+        (index({"weight_map": {"a": 5}}), r"index.json is damaged: weight_map\.a should be a valid string, got 5"),
+        (index({"weight_map": {"a": {"b": "c"}}}), r"index.json is damaged: weight_map\.a should be a valid string"),
+        (index({"weight_map": {"a": "../model.safetensors"}}), "safetensors does not lie beside it"),
+        (index({"weight_map": {"a": "gone.safetensors"}}), "gone.safetensors cannot be read"),
+        (index({"weight_map": {}}), "does not hold what its config.json says"),
+        (edit("config.json", rope_scaling=[1, 2]), r"config.json is damaged: rope_scaling should be .*, got \[1, 2\]"),
+        (edit("config.json", rope_scaling="yarn"), "config.json is damaged: rope_scaling should be .*, got 'yarn'"),
+        (edit("config.json", rope_parameters={"full_attention": {}}), r"rope_parameters\.full_attention"),
+        (edit("config.json", tie_word_embeddings="yes"), "tie_word_embeddings should be a valid boolean, got 'yes'"),
+        (edit("config.json", sliding_window=8), "sliding_window must be None to be imported, got 8"),
+        (edit("config.json", model_type=None, architectures=["MistralForCausalLM"]), "only a LlamaForCausalLM"),
+        (lambda folder: (folder / "config.json").write_text("[" * 100_000), "config.json is damaged: Invalid JSON"),
+        (lambda folder: (folder / "config.json").write_bytes(b"\xff\xfe"), "config.json is damaged: Invalid JSON"),
+        (lambda folder: (folder / "config.json").write_text(""), "config.json is empty"),
+        (lambda folder: (folder / "generation_config.json").write_text("5"), "generation_config.json is damaged: it"),
+        (edit("config.json", hidden_size=60000, head_dim=None), "hidden_size is 60000|d_model is 60000"),
+        (edit("config.json", num_hidden_layers=10**9), "n_layers is 1000000000, the weights are too few"),
+        (edit("config.json", num_hidden_layers=1), r"blocks\.1\..* is .*, the model has none"),
+        (edit("config.json", intermediate_size=10**18), "does not hold what its config.json says"),
+        (edit("config.json", max_position_embeddings=10**14), r"needs [\d,.]+ GiB of memory, this machine has"),
+        (edit("config.json", hidden_size=10**30), r"hidden_size must be a positive int, below 2\*\*63"),
+        (edit("config.json", vocab_size=300), r"embedding\.weight is \(267, 32\), the model's is \(300, 32\)"),
+        (weights(**{"model.layers.0.self_attn.q_proj.bias": torch.zeros(32)}), "a weight that a Llama does not have"),
+        (weights(**{"model.layers.7.input_layernorm.weight": torch.ones(32)}), r"blocks\.7\..* the model has none"),
+        (
+            weights(**{"model.norm.weight": torch.full((32,), torch.nan)}),
+            r"norm\.gain holds numbers that are not finite",
+        ),
+        (
+            weights(**{"model.norm.weight": torch.ones(32, dtype=torch.int8)}),
+            r"model\.norm\.weight holds I8, no weights",
+        ),
+        (weights(**{"model.norm.weight": torch.ones(1, 32)}), r"norm\.gain is \(1, 32\), the model's is \(32,\)"),
     ],
 )
 def test_what_cannot_be_imported_is_named_and_nothing_is_left(llama, tmp_path, damage, message):

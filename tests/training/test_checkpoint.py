@@ -370,14 +370,24 @@ ABOUTS = {
     "no heads": (with_arguments(n_heads=0), r"arguments\.n_heads should be greater than or equal to 1"),
     "a base that is no number": (with_arguments(theta=float("nan")), r"arguments\.theta should be a finite number"),
     "a base with 1000 digits": (with_arguments(theta=10**1000), r"arguments\.theta should be a finite number"),
-    "a base below 1": (with_arguments(theta=0.5), "holds no model: theta must be above 1"),
-    "a scheme nobody knows": (with_arguments(positions="clock"), "holds no model: positions must be one of"),
-    "another width": (with_arguments(d_model=32), "holds another model: its weights are"),
+    "a base below 1": (with_arguments(theta=0.5), "holds another model: theta must be above 1"),
+    "a scheme nobody knows": (with_arguments(positions="clock"), "holds another model: positions must be one of"),
+    "another width": (
+        with_arguments(d_model=32),
+        r"another model: embedding\.weight is .*, the model's is \(257, 32\)",
+    ),
     "as many numbers otherwise": (with_arguments(feed_forward="gelu", d_ff=36), r"blocks\.0\.feed_forward\.up\.w.* is"),
-    "a giant's width": (with_arguments(d_model=60000), "holds another model: its weights are"),
-    "a tower of blocks": (with_arguments(n_layers=10**9), "holds another model: its weights are"),
+    "a giant's width": (
+        with_arguments(d_model=60000),
+        "holds another model: d_model is 60000, the weights are too",
+    ),
+    "a tower of blocks": (
+        with_arguments(n_layers=10**9),
+        "another model: n_layers is 1000000000, the weights are",
+    ),
     "a width beyond numbers": (with_arguments(d_model=10**30), r"arguments\.d_model should be less than"),
     "endless positions": (with_arguments(max_seq_len=10**14), r"needs [\d,.]+ GiB of memory, this machine has"),
+    "a feed-forward beyond numbers": (with_arguments(d_ff=2**62), "holds another model: "),
     "a crowd of heads": (with_arguments(n_heads=10**9, n_kv_heads=10**9, positions="alibi"), "holds another model"),
 }
 
@@ -418,7 +428,7 @@ WEIGHTS = {
         lambda weights: safetensors.torch.save(weights).replace(b'"shape":[16,16]', b'"shape":[16,61]'),
         "model.safetensors cannot be read",
     ),
-    "one missing": (tensors(**{"norm.gain": None}), "holds another model: its weights are"),
+    "one missing": (tensors(**{"norm.gain": None}), r"holds another model: norm\.gain is missing"),
     "one under another name": (
         lambda weights: safetensors.torch.save(without(weights, "norm.gain") | {"gain": weights["norm.gain"]}),
         r"holds another model: norm\.gain is missing, the model's is \(16,\)",
