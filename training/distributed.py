@@ -118,8 +118,14 @@ def naming_the_late(step: int) -> Iterator[None]:
 def spread(model: GPT, forward: nn.Module, how: str, precision: str) -> nn.Module:
     """What training calls: `forward`, the model or what compiling made of it, with gradients averaged over the ranks.
 
-    "ddp": each rank holds everything. "fsdp": weights, gradients and optimizer state lie in shares, a block's weights
+    "ddp": each rank holds everything. "fsdp": weights, gradients and optimizer state lie in shares, a block's matrices
     are gathered while it works (FSDP2); the model itself is changed, so this comes before its optimizer is built.
+
+    FSDP gathers what autocast would cast, and so rounds it alike: matrices in blocks, in two bytes a weight. Norms and
+    embedding stay fp32, as autocast has them, or the stream between blocks would be rounded as well: a gradient
+    would be off by 2 percent, and not by the order of its sums. The head stays with them, which it may be tied to. That
+    costs two bytes a weight outside the blocks in a gathering; all in fp32 would cost them everywhere, and memory
+    for autocast's copies, which the backward keeps. Gradients are added up over the ranks in fp32.
     """
     if size() == 1:
         return forward
@@ -132,8 +138,8 @@ def spread(model: GPT, forward: nn.Module, how: str, precision: str) -> nn.Modul
     half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
     policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32 if half else None)
     for block in model.blocks:
-        fully_shard(block, mp_policy=policy)
-    fully_shard(model, mp_policy=policy)
+        fully_shard([module for module in block.modules() if isinstance(module, nn.Linear)], mp_policy=policy)
+    fully_shard(model)
     register_fsdp_forward_method(model, "read")
     return forward
 

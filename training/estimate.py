@@ -206,8 +206,8 @@ def memory(
 
     activation_checkpointing: a block keeps its input, and while its backward runs all it would have kept.
     parallel, in a world of several devices: "ddp" holds everything on each; "fsdp" weights, gradients and optimizer
-    in shares; whole, in `precision`, are the matrices outside the blocks, a block and the next, whole in fp32 the
-    gradient of the larger, and all gradients where micro-batches add up before they are exchanged (see
+    in shares; whole are, in `precision`, the matrices of a block and of the next, in fp32 what is outside them, the
+    gradient of the larger of both, and all gradients where micro-batches add up before they are exchanged (see
     distributed.synchronised).
     """
     m, half, sharded = model.arguments, precision != "fp32", parallel == "fsdp" and world > 1
@@ -228,9 +228,9 @@ def memory(
     if m["embedding_norm"]:
         begin += 2 * stream + 4 * tokens
 
-    # autocast's copies of matrices: products keep them for the backward; FSDP's are gathered in that type
-    copies = 2 if half and not sharded else 0
-    cast = copies * (n_head + in_block * len(model.blocks))
+    # autocast's copies of matrices: products keep them for the backward; FSDP's in blocks are gathered in that type
+    copies, of_block = 2 if half else 0, 0 if sharded else in_block
+    cast = copies * (n_head + of_block * len(model.blocks))
     all_copies = copies * n_head if activation_checkpointing else cast
 
     def gradients(done: int, waiting: int = 0) -> int:
@@ -245,7 +245,8 @@ def memory(
     fixed = {"weights": WEIGHT * n, "optimizer": WEIGHT * (2 * n - orthogonal)}
     if sharded:
         fixed = {name: size // world for name, size in fixed.items()}
-        fixed["gathered"] = width * (n_outside + 2 * n_block) + WEIGHT * max(n_block, n_outside)
+        n_rest = n - in_block * len(model.blocks)
+        fixed["gathered"] = WEIGHT * n_rest + width * 2 * in_block + WEIGHT * max(in_block, n_rest)
     tied = n_head if m["tied"] else 0  # the head's gradient waits for the embedding's
     moments = {
         "end of the forward": {
@@ -269,13 +270,13 @@ def memory(
         },
         "backward of the last block": {
             "gradients": gradients(n_head, waiting=tied),
-            "copies": max(all_copies - copies * n_head, copies * in_block),
+            "copies": max(all_copies - copies * n_head, copies * of_block),
             "activations": begin + blocks + recomputed,
             "working": working,
         },
         "backward of the first block": {
             "gradients": gradients(n - n_outside + n_head - n_block, waiting=tied),
-            "copies": copies * in_block,
+            "copies": copies * of_block,
             "activations": begin + block,
             "working": working,
         },

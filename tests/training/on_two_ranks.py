@@ -6,7 +6,6 @@ import signal
 import sys
 from pathlib import Path
 
-import hardware
 import torch
 from hydra import compose, initialize_config_dir
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
@@ -34,34 +33,40 @@ def batch() -> dict[str, torch.Tensor]:
     return {"tokens": tokens, "targets": targets}
 
 
-def model() -> GPT:
+def model(precision: str) -> GPT:
+    """In float64, or for bf16 in float32; with gains that bf16 would round."""
     torch.manual_seed(0)
-    return GPT(17, d_model=16, n_layers=2, n_heads=2, d_ff=24, max_seq_len=8).double()
+    one = GPT(17, d_model=16, n_layers=2, n_heads=2, d_ff=24, max_seq_len=8, qk_norm=True)
+    for name, parameter in one.named_parameters():
+        if "gain" in name:
+            torch.nn.init.normal_(parameter, mean=1.0, std=0.1)
+    return one.double() if precision == "fp32" else one
 
 
-def gradients(parallel: str, micro_batch: int) -> dict:
+def gradients(parallel: str, micro_batch: int, precision: str) -> dict:
     """Of this rank's half of the batch; the number of exchanges, with ddp."""
-    one, rows = model(), batch()
-    forward = distributed.spread(one, one, parallel, "fp32")
+    one, rows = model(precision), batch()
+    forward = distributed.spread(one, one, parallel, precision)
     exchanges = []
     if parallel == "ddp":
         forward.register_comm_hook(None, lambda state, bucket: (exchanges.append(1), allreduce_hook(state, bucket))[1])
     rank, count = distributed.rank(), (rows["targets"] != -100).sum().item()
     mine = {name: some[4 * rank : 4 * rank + 4] for name, some in rows.items()}
     scaler = torch.amp.GradScaler("cpu", enabled=False)
-    compute_gradients(forward, scaler, mine, micro_batch=micro_batch, count=count, autocast=auto.autocast(CPU, "fp32"))
+    autocast = auto.autocast(CPU, precision)
+    compute_gradients(forward, scaler, mine, micro_batch=micro_batch, count=count, autocast=autocast)
     found = {name: distributed.whole(p.grad) for name, p in one.named_parameters()}
     return {"gradients": found, "exchanges": len(exchanges)}
 
 
 def main(folder: Path, small: list[str]):
-    hardware.play()
     distributed.start(60.0)
     rank = distributed.rank()
     found = {}
     for parallel in ("ddp", "fsdp"):
         for micro_batch in (1, 2, 4):
-            found[f"{parallel} {micro_batch}"] = gradients(parallel, micro_batch)
+            for precision in ("fp32", "bf16"):
+                found[f"{parallel} {micro_batch} {precision}"] = gradients(parallel, micro_batch, precision)
     torch.save(found, folder / f"gradients_{rank}.pt")
 
     os.chdir(folder)

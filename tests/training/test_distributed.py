@@ -19,6 +19,8 @@ from training.step import compute_gradients
 
 SMALL = [
     "experiment=smoke",
+    "precision=fp32",
+    "compile=false",
     "batch_tokens=256",
     "micro_batch=2",  # of 8 rows
     "steps=6",
@@ -48,6 +50,8 @@ RUNS = [
     ("without", ["skip_batches=[4]"]),
     ("back_ddp", ["on_spike=rollback", "spike_window=2", "spike_sigmas=50"]),
     ("back_fsdp", ["on_spike=rollback", "spike_window=2", "spike_sigmas=50", *FSDP]),
+    ("bf16_ddp", ["precision=bf16"]),
+    ("bf16_fsdp", ["precision=bf16", "activation_checkpointing=true", *FSDP]),
     ("signal", []),
 ]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -81,6 +85,7 @@ def launched(tmp_path_factory) -> Path:
         for name in ("one_then_ddp", "one_then_fsdp"):
             train.train(settings("stop_after=3"), folder / "runs" / name)
         train.train(settings(), folder / "runs" / "one")
+        train.train(settings("precision=bf16"), folder / "runs" / "bf16_one")
         (folder / "runs.json").write_text(json.dumps(RUNS))
         script = [*TORCHRUN, str(Path(__file__).with_name("on_two_ranks.py")), str(folder), json.dumps(SMALL)]
         result = subprocess.run(script, env=environment(folder), capture_output=True, text=True, timeout=280)
@@ -119,15 +124,42 @@ def test_gradients_do_not_depend_on_the_split(launched, parallel, micro_batch, m
     from on_two_ranks import CPU, batch, model
 
     for whole_micro_batch in (8, 1):
-        whole, rows = model(), batch()
+        whole, rows = model("fp32"), batch()
         count, scaler = (rows["targets"] != -100).sum().item(), torch.amp.GradScaler("cpu", enabled=False)
         options = {"micro_batch": whole_micro_batch, "count": count, "autocast": auto.autocast(CPU, "fp32")}
         compute_gradients(whole, scaler, rows, **options)
         for rank in (0, 1):
-            found = torch.load(launched / f"gradients_{rank}.pt")[f"{parallel} {micro_batch}"]
+            found = torch.load(launched / f"gradients_{rank}.pt")[f"{parallel} {micro_batch} fp32"]
             for name, parameter in whole.named_parameters():
                 torch.testing.assert_close(found["gradients"][name], parameter.grad, rtol=1e-6, atol=1e-6)
             assert parallel == "fsdp" or found["exchanges"] == 1
+
+
+@pytest.mark.parametrize("micro_batch", [1, 2, 4])
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_in_bf16_ranks_round_what_one_process_rounds(launched, parallel, micro_batch, monkeypatch):
+    """The gradients of equal micro-batches differ by the order of sums in fp32, as if nothing had been rounded."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    from on_two_ranks import CPU, batch, model
+
+    whole, rows = model("bf16"), batch()
+    count, scaler = (rows["targets"] != -100).sum().item(), torch.amp.GradScaler("cpu", enabled=False)
+    options = {"micro_batch": micro_batch, "count": count, "autocast": auto.autocast(CPU, "bf16")}
+    compute_gradients(whole, scaler, rows, **options)
+    for rank in (0, 1):
+        found = torch.load(launched / f"gradients_{rank}.pt")[f"{parallel} {micro_batch} bf16"]["gradients"]
+        for name, parameter in whole.named_parameters():
+            assert found[name].dtype == torch.float32
+            assert (found[name] - parameter.grad).norm() <= 1e-5 * parameter.grad.norm(), name
+
+
+@pytest.mark.parametrize("name", ["bf16_ddp", "bf16_fsdp"])
+def test_in_bf16_two_ranks_learn_what_one_process_learns(launched, name):
+    """Sums in another order are rounded to bf16 elsewhere, and optimizers make more of it."""
+    one, two = rows(launched / "runs" / "bf16_one"), rows(launched / "runs" / name)
+    assert [row["loss"] for row in one] != [row["loss"] for row in rows(launched / "runs" / "one")]
+    for a, b in zip(one, two, strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], rel=1e-3)
 
 
 @pytest.mark.parametrize("name", ["ddp", "fsdp", "one_then_ddp", "one_then_fsdp", "ddp_then_fsdp"])

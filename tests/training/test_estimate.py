@@ -176,7 +176,7 @@ def what_fits(settings, room: float, *overrides: str) -> dict[str, str] | None:
         (2.0, ["micro_batch=64"], None),
         (1.0, ["micro_batch=64"], {"micro_batch"}),
         (0.26, [], {"micro_batch", "activation_checkpointing"}),
-        (0.15, [], {"micro_batch", "parallel", "world"}),
+        (0.17, [], {"micro_batch", "parallel", "world"}),
         (0.001, [], set()),
     ],
 )
