@@ -14,7 +14,7 @@ from hydra.types import RunMode
 from omegaconf import OmegaConf
 
 from conf.entry import entry_point
-from conf.schema import Train
+from conf.schema import Train, check_warmup
 from data.batches import make_batches
 from data.prepare import planned_vocabulary, prepare
 from model import GPT, generate
@@ -69,16 +69,9 @@ def _train(cfg: Train, run: Path, group: str | None, began: float) -> int:
         check_same_settings(folder, saved["config"], asdict(cfg))
         for name, before, now in differences(saved["config"], asdict(cfg)):
             print(f"a setting has changed: {name} was {before}, is {now}")
-    end, nothing = min(cfg.steps, cfg.stop_after or cfg.steps), None
-    if start >= end:
-        nothing = f"nothing left to do: {start} steps are done, the run ends at {end}; give more steps"
-    elif saved and cfg.patience is not None and restored(saved, cfg).waited >= cfg.patience:
-        nothing = f"nothing left to do: {start} steps are done, and patience={cfg.patience} has ended; give more"
-    if nothing:
-        if cfg.resume == "auto":  # of a job that is started again and again, this is the good end
-            print(nothing)
-            return 0
-        raise ValueError(nothing)
+    steps = planned_steps(cfg, saved)
+    if steps is not None and nothing_left(cfg, steps, start, saved):
+        return 0
 
     # --- the text ---
     corpus = prepare(asdict(cfg.data), asdict(cfg.tokenizer))
@@ -90,6 +83,12 @@ def _train(cfg: Train, run: Path, group: str | None, began: float) -> int:
         what = f"{folder} has learned from another text than {corpus.folder}, or with another tokenizer"
         again = as_before(saved["config"], asdict(cfg))
         raise ValueError(what + (f": give {again}" if again else ""))
+    if steps is None:
+        steps = batches.steps(cfg.epochs)
+        check_warmup(cfg.schedule, steps)
+        if nothing_left(cfg, steps, start, saved):
+            return 0
+    end = min(steps, cfg.stop_after or steps)
     if weights_of is not None:
         checkpoint.check_same_tokenizer(weights_of, tokenizer)
     try:
@@ -118,7 +117,7 @@ def _train(cfg: Train, run: Path, group: str | None, began: float) -> int:
         seq_len=cfg.seq_len,
         vocab_size=tokenizer.vocab_size,
         soft_cap=cfg.model.soft_cap,
-        flops=6 * n_parameters * cfg.batch_tokens * cfg.steps,
+        flops=6 * n_parameters * cfg.batch_tokens * steps,
         saved=saved.get("choices", {}),
     )
     if device.type == "cpu":
@@ -137,8 +136,8 @@ def _train(cfg: Train, run: Path, group: str | None, began: float) -> int:
     print(f"run       {run}")
     print(f"text      {len(corpus.train):,} tokens to learn from, {len(corpus.validation):,} held out, {corpus.folder}")
     print(f"model     {n_parameters:,} parameters, vocabulary {tokenizer.vocab_size:,}")
-    length_of = partial(row_length, steps=cfg.steps, seq_len=cfg.seq_len, warmup=cfg.seq_len_warmup)
-    lengths = row_lengths(start, end, cfg.steps, cfg.seq_len, cfg.seq_len_warmup)
+    length_of = partial(row_length, steps=steps, seq_len=cfg.seq_len, warmup=cfg.seq_len_warmup)
+    lengths = row_lengths(start, end, steps, cfg.seq_len, cfg.seq_len_warmup)
     growing = f" in rows of {', then '.join(map(str, lengths))}" if len(lengths) > 1 else ""
     print(f"steps     {end - start} of {cfg.batch_tokens:,} tokens{growing}, {epochs:.1f} epochs")
     print(f"device    {device}{shared}, " + ", ".join(f"{name} {value}" for name, value in choices.items()), flush=True)
@@ -203,6 +202,7 @@ def _train(cfg: Train, run: Path, group: str | None, began: float) -> int:
             "choices": dict(choices),
             "corpus": corpus.fingerprint(),
             "config": asdict(cfg),
+            "steps": steps,
             "wandb_id": wandb_run.id,
         }
         if first:
@@ -274,9 +274,9 @@ def _train(cfg: Train, run: Path, group: str | None, began: float) -> int:
     with (
         checkpoint.Saver(run, cfg.keep, warn=print) as saver,
         Interruption(interruption.seconds(cfg.max_time), began) as interrupted,
-        Screen(cfg.steps) as screen,
+        Screen(steps) as screen,
     ):
-        facts = {"parameters": n_parameters, "tokens_per_step": cfg.batch_tokens}
+        facts = {"parameters": n_parameters, "tokens_per_step": cfg.batch_tokens, "steps": steps}
         if first:
             facts["environment"] = record_environment(run, device, **facts)
             OmegaConf.save(OmegaConf.create(asdict(cfg)), run / "config.yaml")
@@ -311,9 +311,9 @@ def _train(cfg: Train, run: Path, group: str | None, began: float) -> int:
                 break
 
             # a step: gradients, a look at them, the update
-            due = {what: (step + 1) % n == 0 or step + 1 == cfg.steps for what, n in asdict(cfg.every).items()}
+            due = {what: (step + 1) % n == 0 or step + 1 == steps for what, n in asdict(cfg.every).items()}
             due |= {"row": due["log"] or due["evaluate"], "checkpoint": due["checkpoint"] or step + 1 == end}
-            factor = rate_factor(step, cfg.steps, **asdict(cfg.schedule))
+            factor = rate_factor(step, steps, **asdict(cfg.schedule))
             length = length_of(step)
             if length != length_of(max(0, step - 1)):
                 guard.losses.clear()  # a token has more before it now
@@ -396,9 +396,9 @@ def _train(cfg: Train, run: Path, group: str | None, began: float) -> int:
             with watch:
                 if due["evaluate"]:
                     part = cfg.evaluation_tokens if (cfg.evaluation_tokens or 0) < len(corpus.validation) else None
-                    row |= validate(limit=None if step == cfg.steps else part)
+                    row |= validate(limit=None if step == steps else part)
                     compared = row["validation_loss"]
-                    if step == cfg.steps and part is not None:  # of the whole text; compared is what is like
+                    if step == steps and part is not None:  # of the whole text; compared is what is like
                         compared = validate(part)["validation_loss"]
                     lower = guard.evaluated(step, compared)
                     if cfg.patience is not None:
@@ -438,6 +438,29 @@ def _train(cfg: Train, run: Path, group: str | None, began: float) -> int:
     if saver.failed:
         raise ValueError(f"{saver.failed} checkpoints could not be saved, see above")
     return interruption.exit_code(reason)
+
+
+def planned_steps(cfg: Train, saved: dict) -> int | None:
+    """As set, or as epochs have come to before, on the text that a checkpoint knows; else they depend on the text."""
+    measures = ("epochs", "batch_tokens", "seq_len", "packing")
+    if cfg.steps is None and saved and all(saved["config"].get(name) == getattr(cfg, name) for name in measures):
+        return saved["steps"]
+    return cfg.steps
+
+
+def nothing_left(cfg: Train, steps: int, start: int, saved: dict) -> bool:
+    """Whether a run that is started again and again has come to its good end. ValueError for one that is not."""
+    end = min(steps, cfg.stop_after or steps)
+    if start >= end:
+        nothing = f"nothing left to do: {start} steps are done, the run ends at {end}; give more steps"
+    elif saved and cfg.patience is not None and restored(saved, cfg).waited >= cfg.patience:
+        nothing = f"nothing left to do: {start} steps are done, and patience={cfg.patience} has ended; give more"
+    else:
+        return False
+    if cfg.resume != "auto":
+        raise ValueError(nothing)
+    print(nothing)
+    return True
 
 
 def restored(saved: dict, cfg: Train) -> guards.Guard:

@@ -60,6 +60,7 @@ def run_dir(resume: str | None, name: str) -> str:
 
 
 OmegaConf.register_new_resolver("run_dir", run_dir, use_cache=True, replace=True)
+OmegaConf.register_new_resolver("unless", lambda other, value: value if other is None else None, replace=True)
 OmegaConf.register_new_resolver("repository", lambda _="": str(REPOSITORY), replace=True)
 
 

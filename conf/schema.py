@@ -166,7 +166,8 @@ class Train:
     """Everything that `python train.py` can be told."""
 
     name: str = a_name()
-    steps: int = count()
+    steps: int | None = count()
+    epochs: float | None = number(above=0, at_most=1e6)
     stop_after: int | None = count()
     seed: int = count(at_least=0, at_most=2**62)
     device: str = a_name()
@@ -188,7 +189,7 @@ class Train:
     init_from: str | None = a_path()
     keep: int | None = count()
     max_time: str | None
-    patience: int | None = number(at_least=1)
+    patience: int | None = count()
     deterministic: bool
     on_nonfinite: str = one_of("stop", "skip")
     max_skips: int = count()
@@ -504,6 +505,11 @@ def _check_evaluate(cfg: Evaluate):
             raise ValueError(f"{name} is of the report, got {path}: give report=true, too")
 
 
+def check_warmup(schedule: Schedule, steps: int):
+    if schedule.warmup >= steps:
+        raise ValueError(f"schedule.warmup must be below steps, got {schedule.warmup} and {steps}")
+
+
 def check_rules(cfg):
     """Rules between fields."""
     if hasattr(cfg, "tokenizer"):
@@ -534,7 +540,7 @@ def check_rules(cfg):
             raise ValueError(f"{name}temperature must be 0, or at least 1e-5, got {some.temperature}")
     if hasattr(cfg, "batch_tokens"):
         name = "steps" if hasattr(cfg, "steps") else "step"
-        if getattr(cfg, name) * cfg.batch_tokens > 10**18:
+        if (getattr(cfg, name) or 0) * cfg.batch_tokens > 10**18:
             raise ValueError(
                 f"{name} x batch_tokens must be at most 10^18 tokens, got {getattr(cfg, name)} x {cfg.batch_tokens}"
             )
@@ -604,7 +610,12 @@ def check_rules(cfg):
     for name in ("kernels", "compile"):
         if getattr(cfg, name) not in (True, False, "auto"):
             raise ValueError(f"{name} must be auto, true or false, got {getattr(cfg, name)}")
-    if cfg.schedule.warmup >= cfg.steps:
-        raise ValueError(f"schedule.warmup must be below steps, got {cfg.schedule.warmup} and {cfg.steps}")
+    if (cfg.steps is None) == (cfg.epochs is None):
+        given = "null and null" if cfg.steps is None else f"{cfg.steps} and {cfg.epochs}: give steps=null, too"
+        raise ValueError(f"a run is as long as steps or epochs, one of them, says, got {given}")
+    if cfg.dry_run and cfg.steps is None:
+        raise ValueError(f"dry_run=true reads no text, which epochs={cfg.epochs} would need: give steps in their place")
+    if cfg.steps is not None:
+        check_warmup(cfg.schedule, cfg.steps)
     if len(o.betas) != 2:
         raise ValueError(f"optimizer.betas must be two numbers, got {o.betas}")

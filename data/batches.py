@@ -6,6 +6,7 @@ batch decides only how many come at once. Windows begin at different offsets in 
 not always seen at the same place.
 """
 
+import math
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
@@ -195,6 +196,10 @@ class Batches:
     def epoch(self, step: int) -> float:
         """Epochs done before step `step`."""
         return step * self.rows / self.source.count
+
+    def steps(self, epochs: float) -> int:
+        """Steps after which so many epochs are done, at least 1."""
+        return max(1, math.ceil(round(epochs * self.source.count / self.rows, 9)))
 
     def stream(self, start: int, end: int, device: torch.device) -> Iterator[tuple[int, dict[str, Tensor]]]:
         """Batches start .. end - 1 on a device, each behind the number of its targets that count.

@@ -74,14 +74,14 @@ def _line(run: Path) -> list[str]:
         given = settings(run)
     except ValueError:
         given = {}
-    steps = given.get("steps")
+    steps = given.get("steps") or _fact(run, "steps")  # of epochs
     last, lowest = table[-1] if table else {"step": 0}, best(table) or {}
     return [
         f"{last['step']}/{steps or '?'}",
         _number(last.get("loss")),
         _number(lowest.get("validation_loss")),
         _number(lowest.get("bits_per_byte"), 3),
-        _count(_parameters(run)),
+        _count(_fact(run, "parameters")),
         "yes" if last["step"] == steps or _out_of_patience(table, given.get("patience")) else "no",
         _age(time.time() - (run / "metrics.jsonl").stat().st_mtime),
     ]
@@ -92,9 +92,9 @@ def _out_of_patience(table: list[dict], patience: int | None) -> bool:
     return patience is not None and bool(losses) and len(losses) - 1 - losses.index(min(losses)) >= patience
 
 
-def _parameters(run: Path) -> int | None:
+def _fact(run: Path, name: str) -> int | None:
     try:
-        return json.loads((run / "environment.json").read_text(encoding="utf-8"))["parameters"]
+        return json.loads((run / "environment.json").read_text(encoding="utf-8"))[name]
     except (OSError, ValueError, KeyError, TypeError):
         return None
 

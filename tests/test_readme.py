@@ -91,7 +91,10 @@ def miniature(line: str) -> list[str]:
         taken = {word.split("=")[0] for word in own}
         if "tokenizer=bytes" in own or "data=mixture" in own:
             taken.add("tokenizer.vocab_size")
-        own = ["steps=6" if word.startswith("steps=") else word for word in own]
+        if any(word.startswith("epochs=") for word in own):
+            taken.add("steps")
+        short = {"steps": "steps=6", "epochs": "epochs=0.1"}
+        own = [short.get(word.split("=")[0], word) for word in own]
         return [str(REPOSITORY / "train.py"), *own, *(word for word in ours if word.split("=")[0] not in taken)]
     if words[1] == "scripts.prepare":
         return [*words, *TEXT[: 2 if "tokenizer=bytes" in words else 3]]

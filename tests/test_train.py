@@ -368,6 +368,38 @@ def test_a_run_ends_within_its_time_and_goes_on_later(run):
     assert rows(run("long", "resume=auto", f"steps={step + 2}", "schedule.warmup=2"))[-1]["step"] == step + 2
 
 
+@pytest.mark.parametrize("packing", ["stream", "documents"])
+def test_epochs_are_so_many_passes_over_the_text_and_schedule_and_resuming_follow(run, capsys, packing):
+    options = [f"packing={packing}", "data.separator='\\n'", "every.log=1"]
+    epochs = run("epochs", *options, "steps=null", "epochs=1.5")
+    last = rows(epochs)[-1]
+    assert last["epoch"] >= 1.5 > rows(epochs)[-2]["epoch"]
+    assert f"steps     {last['step']} of 128 tokens, {last['epoch']:.1f} epochs" in capsys.readouterr().out
+    steps = run("steps", *options, f"steps={last['step']}")
+    assert rows(epochs) == rows(steps) and same(final(epochs)[0], final(steps)[0])
+    run("parts", *options, "steps=null", "epochs=1.5", "stop_after=3")
+    parts = run("parts", *options, "steps=null", "epochs=1.5", "resume=auto")
+    assert rows(parts) == rows(epochs) and same(final(parts)[0], final(epochs)[0])
+    assert final(parts)[1]["steps"] == json.loads((parts / "environment.json").read_text())["steps"] == last["step"]
+    run("parts", *options, "steps=null", "epochs=1.5", "resume=auto")
+    assert f"the run ends at {last['step']}; give more steps" in capsys.readouterr().out
+    run("parts", *options, "steps=null", "epochs=1", "resume=auto")  # fewer than are done
+    assert run.code == 0 and rows(parts) == rows(epochs)
+    longer = run("parts", *options, "steps=null", "epochs=2", "resume=auto")
+    assert rows(longer)[-1]["epoch"] >= 2
+    with pytest.raises(ValueError, match=r"schedule.warmup must be below steps, got 99 and \d"):
+        run("warm", *options, "steps=null", "epochs=1.5", "schedule.warmup=99")
+
+
+def test_epochs_of_a_mixture_are_passes_over_all_of_it(run):
+    run("one", "stop_after=1")
+    run("two", "stop_after=1", "tokenizer=bytes", "data.max_tokens=500")
+    paths = sorted(str(path) for path in Path("corpora").iterdir() if path.is_dir())
+    mixed = ["data=mixture", f"data.corpora={{{paths[0]}: 0.5, {paths[1]}: 0.5}}", "steps=null", "epochs=1"]
+    last = rows(run("mixed", *mixed, "sample.prompt=a"))[-1]
+    assert last["epoch"] >= 1 > last["epoch"] - 1 / last["step"] * 2
+
+
 def test_a_finished_run_can_be_made_longer(run):
     """As if it had never been shorter but for the learning rates that it has seen."""
     run("one")

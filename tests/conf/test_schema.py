@@ -258,3 +258,17 @@ def test_corpora_that_are_mixed_lie_in_the_home_folder_too(settings, monkeypatch
     composed = OmegaConf.create(asdict(settings("data=mixture", "data.corpora={a: 1}")))
     composed.data.corpora = {"~/a": 0.5, "b": 0.5}
     assert parse(composed).data.corpora == {"/home/me/a": 0.5, "b": 0.5}
+
+
+def test_a_run_is_as_long_as_steps_or_as_epochs_say(settings):
+    assert (settings().steps, settings().epochs) == (2400, None)
+    assert (settings("epochs=0.5").steps, settings("epochs=0.5").epochs) == (None, 0.5)
+    for both in (["epochs=2", "steps=10"], ["epochs=2", "experiment=smoke"], ["steps=null"]):
+        with pytest.raises(ValueError, match="steps or epochs, one of them"):
+            settings(*both)
+    assert settings("epochs=2", "experiment=smoke", "steps=null").epochs == 2
+    for wrong in ("0", "-1", "inf", "nan", "1e30"):
+        with pytest.raises(ValueError, match="epochs"):
+            settings(f"epochs={wrong}")
+    with pytest.raises(ValueError, match="dry_run=true reads no text, which epochs=2.0 would need: give steps"):
+        settings("epochs=2", "dry_run=true")
