@@ -256,10 +256,28 @@ class BPETokenizer(Tokenizer):
         return _byte_level_json(self.ranks, self.merges(), self.special, self.pattern)
 
 
+def _check_pattern(pattern: str):
+    """ValueError for what is no regular expression, or finds pieces without a character, of which BPE knows nothing."""
+    import regex
+    import rustbpe
+
+    try:
+        rustbpe.Tokenizer().train_from_iterator(iter([]), 256, pattern=pattern)
+    except ValueError as error:
+        raise ValueError(f"tokenizer.pattern is no regular expression, got {pattern!r}: {error}") from error
+    try:
+        found = list(regex.finditer(pattern, "".join(map(chr, range(256)))))
+    except regex.error:  # another dialect
+        return
+    if any(piece.start() == piece.end() for piece in found):
+        raise ValueError(f"tokenizer.pattern must find pieces of at least one character, got {pattern!r}")
+
+
 def train_bpe(texts: Iterable[str], vocab_size: int, pattern: str, special: list[str]) -> BPETokenizer:
     """Learns vocab_size - len(special) tokens from texts, or as many as they give; the special ones come after them."""
     import rustbpe
 
+    _check_pattern(pattern)
     n = vocab_size - len(special)
     trainer = rustbpe.Tokenizer()
     trainer.train_from_iterator(iter(texts), n, pattern=pattern)

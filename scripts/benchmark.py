@@ -14,6 +14,24 @@ from scripts.benchmarks.learn import learning
 from scripts.benchmarks.train import SHAPES, lengths, training
 
 
+def whole(text: str) -> int:
+    """A number of the command line, from 1."""
+    if not (text.isdecimal() and 1 <= int(text) <= 10**9):
+        raise argparse.ArgumentTypeError(f"must be a whole number from 1 to 10^9, got {text}")
+    return int(text)
+
+
+def seconds(text: str) -> float:
+    """Of the command line, more than none."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value <= 1e7:
+        raise argparse.ArgumentTypeError(f"must be seconds, above 0 and at most 10^7, got {text}")
+    return value
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     commands = parser.add_subparsers(dest="what", required=True)
@@ -22,42 +40,45 @@ def main():
         one = commands.add_parser(name, help=help, description=help)
         one.add_argument("--json", type=Path, help="writes every measurement here")
         if rounds is not None:
-            one.add_argument("--rounds", type=int, default=rounds, help="measurements of each, taken in turn")
+            one.add_argument("--rounds", type=whole, default=rounds, help="measurements of each, taken in turn")
         return one
 
     train = command("train", "tokens per second and memory of a training step", rounds=5)
     for name in ("d_model", "n_layers", "n_heads", "vocabulary", "rows", "seq_len"):
-        train.add_argument(f"--{name.replace('_', '-')}", type=int, help="in place of the shape's")
+        train.add_argument(f"--{name.replace('_', '-')}", type=whole, help="in place of the shape's")
 
     length = command("length", "the cost of a training step as rows grow longer, at equal tokens", rounds=5)
-    length.add_argument("--seq-lens", type=int, nargs="+", default=[128, 256, 512, 1024])
+    length.add_argument("--seq-lens", type=whole, nargs="+", default=[128, 256, 512, 1024])
     for one in (train, length):
         one.add_argument("--shape", choices=SHAPES, default="small")
-        one.add_argument("--seconds", type=float, default=2.0, help="of each measurement")
+        one.add_argument("--seconds", type=seconds, default=2.0, help="of each measurement")
 
     learn = command("learn", "bits per byte of held-out text after so many seconds", rounds=None)
-    learn.add_argument("--seconds", type=float, default=300.0)
+    learn.add_argument("--seconds", type=seconds, default=300.0)
     learn.add_argument("--seeds", type=int, nargs="+", default=[0])
     learn.add_argument("--source", default="shakespeare", help="a choice of the group data, see conf/data")
     learn.add_argument("--picture", type=Path, help="draws the loss against seconds and tokens (extra: plots)")
     learn.add_argument("overrides", nargs="*", help="of train.py, such as model.n_layers=6")
 
     generate = command("generate", "tokens per second of writing, llama2.c's shape")
-    generate.add_argument("--new-tokens", type=int, default=256, help="in each row")
-    generate.add_argument("--batch", type=int, default=16, help="rows at once, beside one")
-    generate.add_argument("--far", type=int, default=2000, help="a position to compare with 100")
+    generate.add_argument("--new-tokens", type=whole, default=256, help="in each row")
+    generate.add_argument("--batch", type=whole, default=16, help="rows at once, beside one")
+    generate.add_argument("--far", type=whole, default=2000, help="a position to compare with 100")
 
     of_data = command("data", "text to shards to batches")
     of_data.add_argument("--source", default="shakespeare", help="a choice of the group data, see conf/data")
-    of_data.add_argument("--megabytes", type=int, default=100, help="of text")
+    of_data.add_argument("--megabytes", type=whole, default=100, help="of text")
 
     for one in (train, length, generate):
-        one.add_argument("--threads", type=int, default=torch.get_num_threads(), help="of the CPU")
+        one.add_argument("--threads", type=whole, default=torch.get_num_threads(), help="of the CPU")
         one.add_argument("--device", default="cpu", help="cpu or cuda")
     for one, whose in ((train, "nanoGPT"), (learn, "nanoGPT"), (generate, "llama2.c")):
         one.add_argument("--peer", type=Path, help=f"a checkout of {whose} to race against")
 
     a = parser.parse_args()
+    for path in (a.json, getattr(a, "picture", None)):
+        if path is not None and (path.is_dir() or not os.access(path.parent, os.W_OK)):
+            parser.error(f"{path} cannot be written: give a file in a folder that is there")
     if a.what in ("train", "length", "generate"):
         torch.set_num_threads(a.threads)
     if getattr(a, "peer", None) is not None and not a.peer.is_dir():

@@ -150,7 +150,10 @@ class Case:
 def read_case(cfg: Explain, model: GPT, tokenizer: Tokenizer) -> Case:
     prompt = cfg.prompt
     if prompt is None:
-        prompt = "" if sys.stdin.isatty() else sys.stdin.read().removesuffix("\n")
+        try:
+            prompt = "" if sys.stdin.isatty() else sys.stdin.read().removesuffix("\n")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"the prompt, by standard input, is not UTF-8: {error}") from error
     if not prompt:
         raise ValueError("there is no text to explain: give one behind --, such as -- To be, or not")
     ids = encode(tokenizer, prompt)

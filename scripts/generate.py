@@ -20,11 +20,13 @@ from data.continuation import Continuation
 from data.readers import unescape
 from data.tokenizer import Tokenizer, load_tokenizer
 from model import GPT, generate
+from model.cache import bucket
 from model.few_rows import for_few_rows
 from model.generation import READ_EVERY, Step
-from training import auto, checkpoint
+from training import auto, checkpoint, estimate
 from training.compilation import compile_step
 
+A_ROW = 6000  # bytes that a row takes beside numbers: its random generator, its text
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "frequency_penalty")
 
 
@@ -52,7 +54,10 @@ def find_prompt(cfg: Generate) -> str:
     if cfg.prompt_file is not None:
         return read_text(cfg.prompt_file)
     if cfg.prompt is None and not sys.stdin.isatty():
-        return sys.stdin.read().removesuffix("\n")
+        try:
+            return sys.stdin.read().removesuffix("\n")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"the prompt, by standard input, is not UTF-8: {error}") from error
     return cfg.prompt or ""
 
 
@@ -137,6 +142,16 @@ class Writer:
             row.finish()
         yield self.rows
 
+    def check_memory(self, rows: int, longest: int):
+        """ValueError where so many rows at once, with prompts of so many tokens, are more than this machine holds."""
+        m, weight = self.model.arguments, self.model.embedding.weight
+        if weight.device.type != "cpu":
+            return  # where torch says it
+        keys = 2 * m["n_layers"] * m["d_model"] // m["n_heads"] * (m["n_kv_heads"] or m["n_heads"])
+        slots = min(bucket(longest + 1, self.model.max_seq_len), self.model.max_seq_len)
+        a_row = weight.element_size() * keys * slots + 16 * m["vocab_size"] + A_ROW
+        estimate.check_fits(f"writing {rows:,} rows at once", rows * a_row)
+
     def reaching(self, n: int, overflow: str) -> GPT:
         """The model for n tokens, which is the same unless RoPE is to be extended."""
         if overflow == "extend":
@@ -144,6 +159,8 @@ class Writer:
             while reach < n:
                 reach *= 2
             if reach not in self.models:
+                n_parameters, n_bytes = estimate.size(**{**self.model.arguments, "max_seq_len": reach})
+                estimate.check_fits(f"a RoPE that reaches {reach:,} tokens", n_bytes - estimate.WEIGHT * n_parameters)
                 self.models[reach] = self.model.extended(reach)
             return self.models[reach]
         if overflow == "slide" and n > self.model.max_seq_len and not self.slid:
@@ -192,37 +209,51 @@ class Screen:
         self.prompt, self.n = prompt, n
         self.current, self.shown = 0, None
 
-    def show(self, rows: list[Continuation]):
-        while self.current < self.n:
-            text = rows[self.current].text
+    def show(self, rows: list[Continuation], first: int):
+        """Of the rows, which are those from number `first` on, what is new."""
+        while self.current - first < len(rows):
+            row = rows[self.current - first]
+            text = row.text
             if self.shown is None:
                 title = f"--- {self.current + 1} of {self.n}\n" if self.n > 1 else ""
                 print(title + self.prompt, end="", flush=True)
                 self.shown = 0
             print(text[self.shown :], end="", flush=True)
             self.shown = len(text)
-            if rows[self.current].finish_reason is None:
+            if row.finish_reason is None:
                 return
             print(flush=True)
             self.current, self.shown = self.current + 1, None
 
 
 def write_samples(writer: Writer, cfg: Generate, prompt: str):
-    """num_samples of one prompt, written side by side; after Ctrl-C with what there is of them."""
-    ids, seed = writer.ids(prompt), draw_seed(cfg)
-    seeds = [seed + i for i in range(cfg.num_samples * cfg.best_of)]
-    screen = Screen(prompt, cfg.num_samples)
+    """num_samples of one prompt, `batch` rows side by side; after Ctrl-C with what there is of them."""
+    ids, seed, n = writer.ids(prompt), draw_seed(cfg), cfg.num_samples * cfg.best_of
+    writer.check_memory(min(cfg.batch, n), len(ids))
+    screen, best_yet = Screen(prompt, cfg.num_samples), []  # of a sample some of whose best_of are drawn
     try:
-        for rows in writer.write(cfg, [ids] * len(seeds), seeds, stream=cfg.best_of == 1):
-            if cfg.best_of == 1:
-                screen.show(rows)
-    finally:
-        for row in writer.rows:
-            row.finish()
-        if all(row.tokens for row in writer.rows):
+        for start in range(0, n, cfg.batch):
+            seeds = range(seed + start, seed + min(start + cfg.batch, n))
+            writer.rows = []
             try:
-                screen.show(best(writer.rows, cfg.best_of))
+                for rows in writer.write(cfg, [ids] * len(seeds), seeds, stream=cfg.best_of == 1):
+                    if cfg.best_of == 1:
+                        screen.show(rows, start)
             finally:
+                for row in writer.rows:
+                    row.finish()
+                if all(row.tokens for row in writer.rows):
+                    for i, row in enumerate(writer.rows, start):
+                        best_yet = best([*best_yet, row], 2)
+                        if (i + 1) % cfg.best_of == 0:
+                            screen.show(best_yet, i // cfg.best_of)
+                            best_yet = []
+    finally:
+        try:
+            if best_yet:  # after Ctrl-C
+                screen.show(best_yet, screen.current)
+        finally:
+            if writer.n_first:
                 writer.report(seed)
 
 
@@ -240,12 +271,12 @@ def write_lines(writer: Writer, cfg: Generate, lines: list[str]):
                 f"line {i + 1}: {len(prompt)} prompt tokens and {cfg.max_new_tokens} new ones are more than "
                 f"max_seq_len {reach} reads: take fewer, or overflow=slide"
             )
-    jobs = [i for i in range(len(lines)) for _ in range(cfg.num_samples)]
-    at_once = max(1, cfg.batch // cfg.best_of)
+    n_jobs, at_once = len(lines) * cfg.num_samples, max(1, cfg.batch // cfg.best_of)
+    writer.check_memory(min(at_once, n_jobs) * cfg.best_of, longest)
     console = Console(stderr=True)
     try:
-        for start in track(range(0, len(jobs), at_once), "writing", console=console, disable=not sys.stderr.isatty()):
-            some = jobs[start : start + at_once]
+        for start in track(range(0, n_jobs, at_once), "writing", console=console, disable=not sys.stderr.isatty()):
+            some = [job // cfg.num_samples for job in range(start, min(start + at_once, n_jobs))]
             n, first = len(some) * cfg.best_of, seed + start * cfg.best_of
             of_batch = [prompts[i] for i in some for _ in range(cfg.best_of)]
             writing = writer.write(cfg, of_batch, range(first, first + n), longest=longest)

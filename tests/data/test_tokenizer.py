@@ -392,3 +392,17 @@ def test_a_byte_order_mark_before_a_tokenizer_json_is_no_part_of_it(tmp_path, ll
     (tmp_path / "b.json").write_text(llama_tokenizer, encoding="utf-8-sig")
     a, b = (read_json(tmp_path / name, "<s>", "</s>") for name in ("a.json", "b.json"))
     assert a.fingerprint() == b.fingerprint()
+
+
+@pytest.mark.parametrize(
+    ("pattern", "message"),
+    [
+        ("(", "is no regular expression, got '\\('"),
+        ("", "at least one character"),
+        ("^", "at least"),
+        ("(?=a)", "at least"),
+    ],
+)
+def test_a_pattern_that_cuts_no_pieces_is_refused_by_name(pattern, message):
+    with pytest.raises(ValueError, match=f"tokenizer.pattern .*{message}"):
+        train_bpe(["a text"], 260, pattern, ["<end>"])

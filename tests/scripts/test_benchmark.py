@@ -1,11 +1,13 @@
 import json
 from pathlib import Path
 
+import pytest
 import torch
 from commands import command
 
 from conf.entry import REPOSITORY
 from model.generation import next_logits
+from scripts import benchmark
 from scripts.benchmarks import generate, learn
 from scripts.benchmarks.train import lengths, training
 
@@ -66,3 +68,24 @@ def test_the_benchmark_of_learning_is_a_run_from_its_start_to_its_end(monkeypatc
     assert [tokens for _, tokens, _ in run["curve"]] == [512 * step for step in (5, 10, 15, 20)]
     assert 0 < run["curve"][0][0] < run["curve"][-1][0] <= run["seconds"]
     assert Path("picture.png").stat().st_size > 5000
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["train", "--rounds", "0"],
+        ["train", "--rounds", "-1"],
+        ["length", "--threads", "0"],
+        ["train", "--seconds", "nan"],
+        ["generate", "--batch", "1e9"],
+        ["generate", "--json", "nope/x.json"],
+        ["learn", "--picture", "."],
+    ],
+)
+def test_what_cannot_be_measured_is_refused_before_the_work(arguments, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["benchmark", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        benchmark.main()
+    assert ended.value.code == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert arguments[-1] in last and ("must be" in last or "cannot be written" in last)

@@ -85,6 +85,41 @@ def test_best_of_shows_the_text_that_the_model_finds_most_likely(writer, cfg, mo
     assert capsys.readouterr().out == "".join(f"--- {i + 1} of 2\nab{text_of(t)}\n" for i, t in enumerate(chosen))
 
 
+@pytest.mark.parametrize("batch", [1, 2, 4, 100])
+def test_how_many_are_written_at_once_changes_no_text(writer, cfg, batch, capsys):
+    for samples in ("num_samples=5", "best_of=5", ["num_samples=3", "best_of=3"]):
+        settings = [*([samples] if isinstance(samples, str) else samples), "temperature=1.5", "seed=3"]
+        write_samples(writer, cfg(*settings), "ab")
+        at_once = capsys.readouterr().out
+        write_samples(writer, cfg(*settings, f"batch={batch}"), "ab")
+        assert capsys.readouterr().out == at_once
+        assert len(writer.rows) <= batch
+
+
+@pytest.mark.parametrize("setting", ["num_samples=1000000000", "best_of=1000000000"])
+def test_as_many_as_are_wanted_are_written_one_after_the_other(writer, cfg, setting, capsys, monkeypatch):
+    written, write = [], writer.write
+
+    def some(cfg, prompts, seeds, **options):
+        if len(written) == 3:
+            raise KeyboardInterrupt
+        written.append(seeds)
+        yield from write(cfg, prompts, seeds, **options)
+
+    monkeypatch.setattr(writer, "write", some)
+    with pytest.raises(KeyboardInterrupt):
+        write_samples(writer, cfg(setting, "batch=2", "max_new_tokens=2"), "ab")
+    assert written == [range(2), range(2, 4), range(4, 6)]
+    assert capsys.readouterr().out.count("ab") == (6 if "num" in setting else 1)
+
+
+def test_what_would_not_fit_the_memory_is_refused_before_it_is_tried(writer, cfg, model):
+    with pytest.raises(ValueError, match=r"writing 1,000,000,000 rows at once needs .* this machine has .* to spare"):
+        write_lines(writer, cfg("best_of=1000000000"), ["a"])
+    with pytest.raises(ValueError, match=r"a RoPE that reaches 1,073,741,824 tokens needs .* to spare"):
+        write_samples(writer, cfg("max_new_tokens=1000000000", "overflow=extend"), "ab")
+
+
 def test_it_streams(writer, cfg, monkeypatch):
     """Each character is there before the next is drawn."""
     seen = []
