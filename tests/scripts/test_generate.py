@@ -85,10 +85,10 @@ def test_best_of_shows_the_text_that_the_model_finds_most_likely(writer, cfg, mo
     assert capsys.readouterr().out == "".join(f"--- {i + 1} of 2\nab{text_of(t)}\n" for i, t in enumerate(chosen))
 
 
-@pytest.mark.parametrize("batch", [1, 2, 4, 100])
+@pytest.mark.parametrize("batch", [1, 2, 100])
 def test_how_many_are_written_at_once_changes_no_text(writer, cfg, batch, capsys):
-    for samples in ("num_samples=5", "best_of=5", ["num_samples=3", "best_of=3"]):
-        settings = [*([samples] if isinstance(samples, str) else samples), "temperature=1.5", "seed=3"]
+    for samples in (["num_samples=5"], ["num_samples=2", "best_of=3"]):
+        settings = [*samples, "temperature=1.5", "seed=3", "max_new_tokens=5"]
         write_samples(writer, cfg(*settings), "ab")
         at_once = capsys.readouterr().out
         write_samples(writer, cfg(*settings, f"batch={batch}"), "ab")
