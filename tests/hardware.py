@@ -15,7 +15,7 @@ import torch
 from model.native import has_compiler
 
 PLAYED = "INKLING_TESTS_HARDWARE"
-KINDS = ("bf16", "fp32", "native")
+KINDS = ("bf16", "fp32", "other", "native")  # other: than the native one
 
 needs_compiler = pytest.mark.skipif(not has_compiler(), reason="needs a C++ compiler")
 can_compile = has_compiler() and Path(sysconfig.get_path("include"), "Python.h").exists()
@@ -25,6 +25,8 @@ needs_torch_compile = pytest.mark.skipif(not can_compile, reason="torch.compile 
 def play():
     """In this process; once is enough."""
     kind = os.environ.get(PLAYED, "native")
-    if kind != "native":
-        real = getattr(torch.cpu, "get_capabilities", dict)
-        torch.cpu.get_capabilities = lambda: {**real(), "amx_bf16": False, "avx512_bf16": kind == "bf16"}
+    if kind == "native":
+        return
+    real = getattr(torch.cpu, "get_capabilities", dict)()
+    units = kind == "bf16" or (kind == "other" and not (real.get("amx_bf16") or real.get("avx512_bf16")))
+    torch.cpu.get_capabilities = lambda: {**real, "amx_bf16": False, "avx512_bf16": units}

@@ -25,6 +25,8 @@ from data.tokenizer import ByteTokenizer
 from training import checkpoint, tracking
 from training.evaluation import Evaluation
 
+pytestmark = pytest.mark.hardware
+
 SMALL = [
     "experiment=smoke",
     "model.dropout=0.1",

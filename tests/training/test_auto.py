@@ -8,6 +8,8 @@ import torch
 from conf.entry import REPOSITORY
 from training import auto
 
+pytestmark = pytest.mark.hardware
+
 ASKED = {"precision": "auto", "kernels": False, "compile": "auto", "attention": "auto", "micro_batch": "auto"}
 WORK = {"rows": 32, "seq_len": 128, "vocab_size": 4096, "flops": 1e13, "soft_cap": None, "saved": {}}
 
