@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import math
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
@@ -63,6 +64,8 @@ def main(cfg: Evaluate):
         result = Evaluation(figures["nats"], figures["tokens"], figures["bytes"])
     else:
         result = evaluate(model, text.read, len(text), tokenizer.token_lengths(), seq_len=seq_len, stride=stride, **how)
+    if not math.isfinite(result.nats):  # of finite weights: they multiply to what no number can hold
+        raise ValueError(f"the loss of {folder} is {result.nats}, not finite: did its training diverge?")
     print(f"checkpoint     {folder}, {about['step']} steps")
     print(f"text           {name}: {len(text):,} tokens, {result.bytes:,} bytes")
     print(f"windows        {seq_len} tokens, at least {seq_len - stride} of them context")

@@ -60,7 +60,11 @@ def explain(cfg: Explain):
     figures = METHODS[cfg.method](cfg, case)
     if cfg.json is not None:
         facts = {"checkpoint": str(folder), "method": cfg.method, **case.facts(), **figures}
-        Path(cfg.json).write_text(json.dumps(facts, ensure_ascii=False), encoding="utf-8")
+        try:
+            content = json.dumps(facts, ensure_ascii=False, allow_nan=False)
+        except ValueError:
+            raise ValueError(f"{cfg.json} is not written: the explanation holds numbers that are not finite") from None
+        Path(cfg.json).write_text(content, encoding="utf-8")
     for path in (cfg.plot, cfg.page, cfg.json):
         if path is not None:
             print(path)

@@ -1,16 +1,18 @@
 """Looks at runs from their folders alone.  python -m scripts.runs list | compare runs/A runs/B | plot runs/A runs/B"""
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from omegaconf import OmegaConf
 from rich.console import Console
 from rich.table import Table
+from typing_extensions import TypedDict
 
+from data.files import read_json
 from training.checkpoint import describe_best
 from training.metrics import best, read_rows
 
@@ -58,14 +60,18 @@ def show_list(folder: Path, console: Console):
     found = [path.parent for pattern in ("*", "*/*") for path in folder.glob(f"{pattern}/metrics.jsonl")]
     if not found:
         raise ValueError(f"there is no run in {folder}: python train.py makes one")
-    table = _table("run", *["steps", "loss", "val", "bits", "params", "ended", "age"])
+    table, notes = _table("run", *["steps", "loss", "val", "bits", "params", "ended", "age"]), []
     for run in sorted(found, key=lambda run: (run / "metrics.jsonl").stat().st_mtime):
-        table.add_row(str(run.relative_to(folder)), *_line(run))
+        try:
+            line, note = _line(run), describe_best(run)
+        except (ValueError, OSError) as error:  # the other runs are not to be blamed
+            line, note = ["?"], str(error)
+        table.add_row(str(run.relative_to(folder)), *line)
+        notes += [note] * bool(note)
     console.print(table)
     console.print("val: the lowest validation loss, bits: bits per byte there")
-    for run in found:
-        if line := describe_best(run):
-            console.print(line)
+    for note in notes:
+        console.print(note)
 
 
 def _line(run: Path) -> list[str]:
@@ -87,15 +93,20 @@ def _line(run: Path) -> list[str]:
     ]
 
 
-def _out_of_patience(table: list[dict], patience: int | None) -> bool:
+class Environment(TypedDict, total=False):
+    parameters: int
+    steps: int
+
+
+def _out_of_patience(table: list[dict], patience: Any) -> bool:
     losses = [row["validation_loss"] for row in table if "validation_loss" in row]
-    return patience is not None and bool(losses) and len(losses) - 1 - losses.index(min(losses)) >= patience
+    return isinstance(patience, int) and bool(losses) and len(losses) - 1 - losses.index(min(losses)) >= patience
 
 
 def _fact(run: Path, name: str) -> int | None:
     try:
-        return json.loads((run / "environment.json").read_text(encoding="utf-8"))[name]
-    except (OSError, ValueError, KeyError, TypeError):
+        return read_json(run / "environment.json", Environment).get(name)
+    except ValueError:
         return None
 
 
@@ -178,10 +189,11 @@ def plot(runs: list[Path], output: Path):
     figure, axes = pyplot.subplots(figsize=(7, 4))
     for i, run in enumerate(runs):
         table = rows(run)
+        table = [row for row in table if "tokens" in row]
         seen = [(r["tokens"] / 1e6, r["loss"]) for r in table if "loss" in r]  # a step passed over has none
         axes.plot([x for x, _ in seen], [y for _, y in seen], color=f"C{i}", alpha=0.3, linewidth=1)
         held_out = [(r["tokens"] / 1e6, r["validation_loss"]) for r in table if "validation_loss" in r]
-        last = table[-1].get("bits_per_byte")
+        last = table[-1].get("bits_per_byte") if table else None
         label = name(run) + (f", {last:.3f} bits per byte" if last is not None else "")
         axes.plot([x for x, _ in held_out], [y for _, y in held_out], color=f"C{i}", marker=".", label=label)
     axes.set(xlabel="million tokens", ylabel="loss, nats per token", title="pale: training, dots: held-out text")

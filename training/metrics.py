@@ -7,11 +7,17 @@ import os
 import resource
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, NotRequired
 
 import torch
+from pydantic_core import from_json
 from rich.console import Console
 from rich.progress import Progress, TextColumn
+from typing_extensions import TypedDict
+
+from data.files import check_shape
 
 
 class MetricsLog:
@@ -25,16 +31,9 @@ class MetricsLog:
         if path is None:
             self.file = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
             return
-        kept = []
-        if path.exists():
-            for line in path.read_text(encoding="utf-8").splitlines():
-                try:
-                    if json.loads(line)["step"] <= step:
-                        kept.append(line)
-                except json.JSONDecodeError:  # the last line of a killed run
-                    continue
+        steps = ((line, row.get("step") if isinstance(row, dict) else None) for _, line, row in _lines(path))
         rewound = path.with_suffix(".tmp")
-        rewound.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+        rewound.write_bytes(b"".join(line + b"\n" for line, n in steps if type(n) is int and n <= step))
         rewound.replace(path)
         self.file = path.open("a", encoding="utf-8")
 
@@ -48,13 +47,30 @@ class MetricsLog:
             os.fsync(self.file.fileno())
 
 
+class Row(TypedDict):
+    """A line of metrics.jsonl, as far as it is read here; what is not finite is a number in it, too."""
+
+    step: int
+    tokens: NotRequired[int]
+    loss: NotRequired[float]
+    validation_loss: NotRequired[float]
+    bits_per_byte: NotRequired[float]
+    clock: NotRequired[dict[str, float]]
+
+
 def read_rows(path: Path) -> list[dict]:
-    """The rows of a metrics.jsonl, but for the last line of a killed run; none where there is no file."""
-    rows = []
-    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else []:
-        with contextlib.suppress(json.JSONDecodeError):
-            rows.append(json.loads(line))
-    return rows
+    """The rows of a metrics.jsonl, but for the last line of a killed run; none where there is no file.
+
+    ValueError, with its place, for a line that is no row.
+    """
+    return [check_shape(row, Row, f"{path}, line {number},") for number, _, row in _lines(path)]
+
+
+def _lines(path: Path) -> Iterator[tuple[int, bytes, Any]]:
+    """The number of each line, itself, and what it holds; but for those that are no JSON, as a killed run's last."""
+    for number, line in enumerate(path.read_bytes().split(b"\n") if path.is_file() else [], start=1):
+        with contextlib.suppress(ValueError):
+            yield number, line, from_json(line)
 
 
 def best(rows: list[dict]) -> dict | None:

@@ -223,3 +223,15 @@ def test_it_is_a_command(folder, tmp_path):
 def test_in_a_short_text_a_look_is_more_than_an_even_share():
     row = {"most": 0.45, "weight": 0.1, "effect": 0.0}
     assert [remark(row, 1.0, n) for n in (4, 10)] == ["", "looks, no effect"]
+
+
+@pytest.mark.parametrize("method", ["attention", "occlusion"])
+def test_a_model_with_a_number_that_is_none_is_not_explained(run, folder, method):
+    """Also where it does not reach the answer: of a token that the text does not have."""
+    weights = checkpoint.load_file(folder / "model.safetensors")
+    weights["embedding.weight"][7] = float("nan")
+    about = json.loads((folder / "model.json").read_text())
+    del about["format"]
+    checkpoint.save(folder, weights, CharacterTokenizer("_abcdefg").save, about)
+    with pytest.raises(ValueError, match=r"embedding\.weight holds numbers that are not finite: did its training"):
+        run(f"method={method}")

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from conf.schema import Evaluate, Prepare
 from data.prepare import prepare
@@ -171,3 +172,25 @@ def test_a_picture_without_matplotlib_is_named_or_left_out(trained, settings, mo
     cfg = settings(*arguments, "plot=a.png", config="evaluate", kind=Evaluate)
     with pytest.raises(ValueError, match="needs matplotlib"):
         script.output(cfg, "plot", folder)
+
+
+@pytest.mark.parametrize("report", ["report=false", "report=true"])
+@pytest.mark.parametrize("value", [float("nan"), 3e38])
+def test_a_model_that_diverged_is_not_measured(trained, run, tmp_path, capsys, report, value):
+    """By its weights, or by what they multiply to."""
+    folder = trained("tokenizer=bytes")
+    about = without_format(json.loads((folder / "model.json").read_text()))
+    weights = checkpoint.load_file(folder / "model.safetensors")
+    weights["head.weight"] = torch.full_like(weights["head.weight"], value)
+    checkpoint.save(tmp_path / "diverged", weights, ByteTokenizer().save, about)
+    arguments = [f"checkpoint={tmp_path}/diverged", report, "data=files", "data.paths=[held.txt]"]
+    with pytest.raises(SystemExit) as end:
+        run(*arguments, *(["json=figures.json", "plot=null"] if report == "report=true" else []))
+    assert end.value.code == 2
+    out, error = capsys.readouterr()
+    assert "did its training diverge?" in error and "bits per byte" not in out
+    assert not Path("figures.json").exists()
+
+
+def without_format(about: dict) -> dict:
+    return {name: value for name, value in about.items() if name not in ("format", "data", "tokenizer")}

@@ -137,3 +137,26 @@ def test_a_damaged_config_is_named(make):
     result = command("-m", "scripts.runs", "compare", "runs/a", "runs/a")
     assert result.returncode == 2 and "runs/a/config.yaml is damaged" in result.stderr
     assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "row", ["5", "[]", "{}", '{"step": "3"}', '{"step": 3, "loss": "low"}', '{"step": 3, "clock": 5}', "null"]
+)
+def test_a_damaged_run_is_listed_with_a_note_and_hides_no_other(make, row):
+    make("whole", 1, [3.0, 2.0, 1.0], {})
+    bad = make("bad", 2, [3.0], {}) / "metrics.jsonl"
+    bad.write_text(row + "\n" + bad.read_text())
+    result = command("-m", "scripts.runs", "list")
+    assert result.returncode == 0, result.stderr
+    assert ["whole", "3/3", "1.0000"] in [line[:3] for line in table(result.stdout)]
+    assert ["bad", "?"] in table(result.stdout)
+    assert "metrics.jsonl, line 1, is damaged: " in result.stdout
+    result = command("-m", "scripts.runs", "compare", "runs/whole", "runs/bad")
+    assert result.returncode == 2
+    assert "error: runs/bad/metrics.jsonl, line 1, is damaged: " in result.stderr
+
+
+def test_what_is_no_json_is_passed_over_as_a_killed_runs_last_line_is(make):
+    path = make("whole", 1, [3.0, 2.0], {}) / "metrics.jsonl"
+    path.write_bytes(b"\x00\xff" * 99 + b"\n" + b"[" * 100_000 + b"\n" + path.read_bytes())
+    assert [row["step"] for row in runs.rows(path.parent)] == [1, 2]

@@ -12,6 +12,7 @@ def test_rows_are_on_the_disk_at_once_and_a_resumed_run_rewinds(tmp_path):
         log.write({"step": step, "loss": 1 / step})
         assert json.loads(path.read_text().splitlines()[-1])["step"] == step
     with path.open("a") as file:
+        file.write('5\n{"loss": 1}\n{"step": "ten"}\n')  # no rows
         file.write('{"step": 40, "lo')  # killed
     MetricsLog(path, 20).write({"step": 30, "loss": 7})
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [10, 20, 30]
