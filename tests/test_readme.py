@@ -92,8 +92,8 @@ def miniature(line: str) -> list[str]:
         if "tokenizer=bytes" in own or "data=mixture" in own:
             taken.add("tokenizer.vocab_size")
         if any(word.startswith("epochs=") for word in own):
-            taken.add("steps")
-        short = {"steps": "steps=6", "epochs": "epochs=0.1"}
+            taken |= {"steps", "schedule.warmup"}
+        short = {"steps": "steps=6", "epochs": "epochs=0.2"}
         own = [short.get(word.split("=")[0], word) for word in own]
         return [str(REPOSITORY / "train.py"), *own, *(word for word in ours if word.split("=")[0] not in taken)]
     if words[1] == "scripts.prepare":
