@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 
 from conf.entry import entry_point
 from conf.schema import Train, check_warmup
-from data.batches import make_batches
+from data.batches import ORDER, make_batches
 from data.prepare import planned_vocabulary, prepare
 from model import GPT, generate
 from model.gpt import checkpoint_activations
@@ -61,10 +61,11 @@ def _train(cfg: Train, run: Path, group: str | None, began: float) -> int:
     tracking.asked_mode(cfg.tracking.mode, cfg.tracking.project)
 
     # --- from the beginning, or from a checkpoint ---
-    start, saved = 0, {}
+    start, saved, order = 0, {}, ORDER
     folder, weights_of = distributed.agreed(find_start, cfg, run)
     if folder is not None:
-        start, saved = checkpoint.read_about(folder)["step"], checkpoint.load_training(folder)
+        about, saved = checkpoint.read_about(folder), checkpoint.load_training(folder)
+        start, order = about["step"], about.get("batch_order", 1)
         print(f"resuming from {folder}: {start} steps are done")
         check_same_settings(folder, saved["config"], asdict(cfg))
         for name, before, now in differences(saved["config"], asdict(cfg)):
@@ -78,7 +79,7 @@ def _train(cfg: Train, run: Path, group: str | None, began: float) -> int:
     corpus.check_length(cfg.seq_len)
     tokenizer, token_lengths = corpus.tokenizer, corpus.tokenizer.token_lengths()
     rows, ranks = cfg.batch_tokens // cfg.seq_len, distributed.size()
-    batches = make_batches(corpus, rows, cfg.seq_len, cfg.seed, cfg.packing, distributed.rank(), ranks)
+    batches = make_batches(corpus, rows, cfg.seq_len, cfg.seed, cfg.packing, distributed.rank(), ranks, order)
     if saved and saved["corpus"] != corpus.fingerprint():
         what = f"{folder} has learned from another text than {corpus.folder}, or with another tokenizer"
         again = as_before(saved["config"], asdict(cfg))
@@ -190,7 +191,7 @@ def _train(cfg: Train, run: Path, group: str | None, began: float) -> int:
             guard.rollbacks = 0
         weights, about = checkpoint.snapshot(model)
         about |= {"step": step, "seq_len": cfg.seq_len, "precision": choices["precision"], "data": asdict(cfg.data)}
-        about |= {"tokenizer": asdict(cfg.tokenizer), "tokenizer_hash": tokenizer.fingerprint()}
+        about |= {"tokenizer": asdict(cfg.tokenizer), "tokenizer_hash": tokenizer.fingerprint(), "batch_order": order}
         figures = ("loss", "validation_loss", "bits_per_byte", "compared_loss")
         about |= {name: row[name] for name in figures if name in row}
         memory = {

@@ -21,6 +21,7 @@ from data.tokenizer import Tokenizer
 ROUNDS = 6
 BLOCK = 4096  # rows whose places are computed at once
 IGNORE = -100  # a target that is not counted
+ORDER = 2  # of the batches of a seed: runs that began with order 1 go on with it
 
 
 def mix(x: np.ndarray) -> np.ndarray:
@@ -62,13 +63,19 @@ def permute(index: np.ndarray, n: int, seed: int, epoch: int) -> np.ndarray:
 
 
 class Windows:
-    """Rows cut from the whole text, one window of seq_len tokens after the other ("stream")."""
+    """Rows cut from the whole text, one window of seq_len tokens after the other ("stream").
 
-    def __init__(self, tokens: Tokens, seq_len: int, seed: int):
+    Each offset that leaves room for them is that of some epoch, so that each token but the first is a target in some.
+    In order 1 there were seq_len of them at most: the end of the text, up to seq_len - 1 tokens, was never seen.
+    """
+
+    def __init__(self, tokens: Tokens, seq_len: int, seed: int, order: int = ORDER):
         self.tokens, self.seq_len, self.seed = tokens, seq_len, seed
         spare = len(tokens) - 1  # the last token is a target only
         self.count = max(1, (spare - seq_len + 1) // seq_len)
-        self.offsets = min(seq_len, spare - self.count * seq_len + 1)
+        self.offsets = spare - self.count * seq_len + 1
+        if order == 1:
+            self.offsets = min(seq_len, self.offsets)
         self._block = lru_cache(maxsize=4)(lambda i: self.starts(np.arange(i * BLOCK, (i + 1) * BLOCK)))
 
     def starts(self, ordinals: np.ndarray) -> np.ndarray:
@@ -222,14 +229,23 @@ class Batches:
 
 
 def make_batches(
-    corpus: Corpus, rows: int, seq_len: int, seed: int, packing: str = "stream", rank: int = 0, ranks: int = 1
+    corpus: Corpus,
+    rows: int,
+    seq_len: int,
+    seed: int,
+    packing: str = "stream",
+    rank: int = 0,
+    ranks: int = 1,
+    order: int = ORDER,
 ) -> Batches:
     """The batches of a corpus, or of several by their weights; packing "stream" or "documents"."""
+    if not 1 <= order <= ORDER:
+        raise ValueError(f"the run takes its batches in order {order}, this version knows 1 to {ORDER}")
 
     def source(corpus: Corpus):
         if packing == "documents":
             return Documents(corpus.train, seq_len, seed, corpus.tokenizer)
-        return Windows(corpus.train, seq_len, seed)
+        return Windows(corpus.train, seq_len, seed, order)
 
     if corpus.mixture:
         sources = [source(part) for part, _ in corpus.mixture]

@@ -21,11 +21,16 @@ SCAN = 2**24  # tokens looked at at once
 class Tokens:
     """Several arrays as one sequence; where they are memory-mapped, only what is read is loaded.
 
-    vocab_size: of tokens that nobody has looked at yet; read refuses those outside.
+    vocab_size: read refuses tokens outside it. sums: of each array that is a file its path and SHA-256, which are
+    compared where the file is first read, so that what a disk has damaged is refused before anything is learned from
+    it, and no more is hashed (a second a gigabyte) than is read.
     """
 
-    def __init__(self, arrays: list[np.ndarray], vocab_size: int | None = None):
-        self.vocab_size = vocab_size
+    def __init__(
+        self, arrays: list[np.ndarray], vocab_size: int | None = None, sums: list[tuple[Path, str]] | None = None
+    ):
+        self.vocab_size, self.sums = vocab_size, sums or []
+        self.unread = set(range(len(self.sums)))
         self.arrays = [array.view(np.ndarray) for array in arrays]  # a memmap's own slicing is slow
         self.ends = list(accumulate(len(array) for array in arrays))
 
@@ -42,6 +47,10 @@ class Tokens:
     def _read(self, start: int, length: int) -> np.ndarray:
         array = bisect_right(self.ends, start)
         offset = start - (self.ends[array - 1] if array else 0)
+        if self.unread and length > 0:
+            for number in self.unread.intersection(range(array, bisect_right(self.ends, start + length - 1) + 1)):
+                check_sum(*self.sums[number])
+                self.unread.discard(number)
         if start + length <= self.ends[array]:
             return self.arrays[array][offset : offset + length]
         pieces = []
@@ -131,7 +140,11 @@ def open_corpus(folder: str | Path, full: bool = False) -> Corpus:
     if tokenizer.fingerprint() != manifest["tokenizer"]:
         raise ValueError(f"{folder}/tokenizer is not the one that made this corpus: {_MEND.format(folder)}")
     train, validation = (
-        Tokens([np.memmap(folder / shard["file"], manifest["dtype"], "r") for shard in split["shards"]])
+        Tokens(
+            [np.memmap(folder / shard["file"], manifest["dtype"], "r") for shard in split["shards"]],
+            tokenizer.vocab_size,
+            [(folder / shard["file"], shard["sha256"]) for shard in split["shards"]],
+        )
         for split in (manifest["splits"][name] for name in ("train", "validation"))
     )
     return Corpus(folder, tokenizer, train, validation, manifest)
@@ -147,9 +160,16 @@ def check_shard(folder: Path, shard: dict, dtype: np.dtype, full: bool):
     if found != expected:
         raise ValueError(f"{path} " + ("is missing" if found is None else f"has {found} bytes, expected {expected}"))
     if full:
-        with path.open("rb") as file:
-            if hashlib.file_digest(file, "sha256").hexdigest() != shard["sha256"]:
-                raise ValueError(f"{path} is damaged: its checksum is not that of the manifest")
+        check_sum(path, shard["sha256"])
+
+
+def check_sum(path: Path, sha256: str):
+    """ValueError unless the file has this checksum."""
+    with path.open("rb") as file:
+        if hashlib.file_digest(file, "sha256").hexdigest() != sha256:
+            raise ValueError(
+                f"{path} is damaged, its checksum is not that of the manifest: " + _MEND.format("the corpus")
+            )
 
 
 def open_mixture(corpora: dict[str, float]) -> Corpus:
@@ -165,7 +185,11 @@ def open_mixture(corpora: dict[str, float]) -> Corpus:
                 f"tokenizer=saved tokenizer.path={first.folder}/tokenizer"
             )
     train, validation = (
-        Tokens([array for corpus, _ in mixture for array in getattr(corpus, name).arrays])
+        Tokens(
+            [array for corpus, _ in mixture for array in getattr(corpus, name).arrays],
+            first.tokenizer.vocab_size,
+            [one for corpus, _ in mixture for one in getattr(corpus, name).sums],
+        )
         for name in ("train", "validation")
     )
     return Corpus(first.folder, first.tokenizer, train, validation, first.manifest, mixture)

@@ -10,8 +10,9 @@ from omegaconf import OmegaConf
 from conf.entry import entry_point
 from conf.schema import Prepare, Train, parse
 from data import prepare
-from data.batches import IGNORE, make_batches
+from data.batches import IGNORE, ORDER, make_batches
 from data.corpus import Corpus, Tokens, open_corpus
+from training import checkpoint
 
 
 @entry_point("prepare", Prepare, actions=("show", "merge"))
@@ -36,7 +37,8 @@ def main(cfg: Prepare, action: str | None):
     corpus = prepare.prepare(data, tokenizer)
     if action == "show":
         corpus.check_length(cfg.seq_len)
-        show(corpus, cfg)
+        steps = [] if cfg.run is None else checkpoint.steps(Path(cfg.run))
+        show(corpus, cfg, checkpoint.read_about(steps[0]).get("batch_order", 1) if steps else ORDER)
         return
     print(f"corpus      {corpus.folder}, vocabulary {corpus.tokenizer.vocab_size:,}")
     for name, split in corpus.manifest["splits"].items():
@@ -66,9 +68,9 @@ def settings_of(run: Path, cfg: Prepare) -> Prepare:
     return replace(cfg, **{name: getattr(trained, name) for name in names})
 
 
-def show(corpus: Corpus, cfg: Prepare):
+def show(corpus: Corpus, cfg: Prepare, order: int = ORDER):
     """The text of each row of a batch; in packed rows with a line where a document begins."""
-    batches = make_batches(corpus, cfg.batch_tokens // cfg.seq_len, cfg.seq_len, cfg.seed, cfg.packing)
+    batches = make_batches(corpus, cfg.batch_tokens // cfg.seq_len, cfg.seq_len, cfg.seed, cfg.packing, order=order)
     batch = batches.batch(cfg.step)
     for row in range(batches.rows):
         print(f"--- row {row + 1} of {batches.rows}, step {cfg.step}")

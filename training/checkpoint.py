@@ -87,6 +87,7 @@ class About(TypedDict):
     data: NotRequired[dict | None]
     tokenizer: NotRequired[dict]
     tokenizer_hash: NotRequired[str]
+    batch_order: NotRequired[int]
 
 
 class OptimizerState(TypedDict):

@@ -1,8 +1,10 @@
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from data.batches import IGNORE, Batches, Documents, Mixture, Windows, permute
+from data.batches import IGNORE, Batches, Documents, Mixture, Windows, make_batches, permute
 from data.corpus import Tokens
 from data.tokenizer import ByteTokenizer
 from model import functional
@@ -58,6 +60,30 @@ def test_a_batch_is_a_function_of_seed_and_step():
 def test_epochs_begin_at_different_offsets():
     windows = Windows(row(1000), 10, seed=0)
     assert len({int(windows.starts(np.array([epoch * windows.count]))[0]) % 10 for epoch in range(20)}) > 3
+
+
+@given(st.integers(1, 200).flatmap(lambda s: st.tuples(st.just(s), st.integers(s + 1, 5 * s + 3))))
+def test_the_offsets_of_windows_reach_to_the_last_token_and_leave_no_gap(sizes):
+    seq_len, n = sizes
+    windows = Windows(row(n), seq_len, seed=3)
+    width = windows.count * seq_len  # targets of an epoch, the first of them at offset + 1
+    assert windows.offsets + width == n
+    assert windows.offsets <= width + seq_len
+
+
+@pytest.mark.parametrize(("n", "seq_len"), [(8, 4), (15, 5), (30, 13)])
+def test_every_token_but_the_first_is_a_target_of_some_epoch(n, seq_len):
+    windows = Windows(row(n), seq_len, seed=3)
+    starts = windows.starts(np.arange(400))
+    assert {t for start in starts.tolist() for t in range(start + 1, start + seq_len + 1)} == set(range(1, n))
+
+
+def test_a_run_that_began_in_an_older_order_of_batches_goes_on_in_it():
+    old = Windows(row(30), 13, seed=0, order=1)
+    assert set(old.starts(np.arange(400)).tolist()) == set(range(13))
+    assert set(Windows(row(30), 13, seed=0).starts(np.arange(400)).tolist()) == set(range(17))
+    with pytest.raises(ValueError, match="batches in order 3, this version knows 1 to 2"):
+        make_batches(None, 1, 1, 0, order=3)
 
 
 def test_a_stream_is_the_batches_in_order():

@@ -294,8 +294,11 @@ def test_damage_is_named(data):
     shard = folder / "part_00000_of_00001" / "train_00000.bin"
     content = shard.read_bytes()
     flip(shard)
-    open_corpus(folder)  # a look at the sizes does not show it
-    with pytest.raises(ValueError, match=r"train_00000.bin is damaged: its checksum"):
+    opened = open_corpus(folder)  # a look at the sizes does not show it, but reading does
+    opened.validation.read(0, 10)
+    with pytest.raises(ValueError, match=r"train_00000.bin is damaged, its checksum"):
+        opened.train.read(0, 10)
+    with pytest.raises(ValueError, match=r"train_00000.bin is damaged, its checksum"):
         open_corpus(folder, full=True)
     shard.write_bytes(content[:-1])
     with pytest.raises(ValueError, match=rf"train_00000.bin has {len(content) - 1} bytes, expected {len(content)}"):
