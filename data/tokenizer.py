@@ -14,8 +14,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from itertools import pairwise
 from pathlib import Path
+from typing import Annotated, Literal, NotRequired
 
 import numpy as np
+from pydantic import Discriminator, Field
+from typing_extensions import TypedDict
+
+from data import files
 
 FILE = "vocabulary.json"
 END_OF_TEXT = "<|endoftext|>"
@@ -492,21 +497,53 @@ def _byte_level_alphabet() -> list[str]:
     return [chr(byte) if byte in prints else chr(256 + others.index(byte)) for byte in range(256)]
 
 
+Id = Annotated[int, Field(ge=0, lt=2**31)]
+
+
+class BytesVocabulary(TypedDict):
+    kind: Literal["bytes"]
+
+
+class CharactersVocabulary(TypedDict):
+    kind: Literal["chars"]
+    characters: str
+
+
+class BPEVocabulary(TypedDict):
+    kind: Literal["bpe"]
+    pattern: str
+    ranks: list[str]
+    special: NotRequired[Annotated[dict[str, Id], Field(min_length=1)]]
+
+
+class JSONVocabulary(TypedDict):
+    kind: Literal["json"]
+    beginning: Id | None
+    ends: Annotated[list[Id], Field(min_length=1)]
+
+
+Vocabulary = Annotated[BytesVocabulary | CharactersVocabulary | BPEVocabulary | JSONVocabulary, Discriminator("kind")]
+
+
 def load_tokenizer(folder: str | Path) -> Tokenizer:
     """The tokenizer saved in a folder."""
     path = Path(folder) / FILE
     if not path.is_file():
         raise ValueError(f"there is no tokenizer in {folder}: {FILE} is missing")
+    vocabulary = files.read_json(path, Vocabulary)
     try:
-        vocabulary = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+        return _made_of(vocabulary, Path(folder))
+    except (ValueError, OverflowError) as error:
         raise ValueError(f"{path} is damaged: {error}") from error
+
+
+def _made_of(vocabulary: dict, folder: Path) -> Tokenizer:
     if vocabulary["kind"] == "bytes":
         return ByteTokenizer()
     if vocabulary["kind"] == "chars":
         return CharacterTokenizer(vocabulary["characters"])
     if vocabulary["kind"] == "json":
-        content = (Path(folder) / JSONTokenizer.FILE).read_text(encoding="utf-8")
+        content = (folder / JSONTokenizer.FILE).read_text(encoding="utf-8")
         return JSONTokenizer(content, vocabulary["beginning"], vocabulary["ends"])
-    ranks = [base64.b64decode(token) for token in vocabulary["ranks"]]
+    ranks = [base64.b64decode(token, validate=True) for token in vocabulary["ranks"]]
     return BPETokenizer(ranks, vocabulary["pattern"], vocabulary.get("special", {END_OF_TEXT: len(ranks)}))

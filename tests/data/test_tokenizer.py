@@ -406,3 +406,28 @@ def test_a_byte_order_mark_before_a_tokenizer_json_is_no_part_of_it(tmp_path, ll
 def test_a_pattern_that_cuts_no_pieces_is_refused_by_name(pattern, message):
     with pytest.raises(ValueError, match=f"tokenizer.pattern .*{message}"):
         train_bpe(["a text"], 260, pattern, ["<end>"])
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "{}",
+        "[]",
+        "5",
+        "",
+        '{"kind": "words"}',
+        '{"kind": "chars"}',
+        '{"kind": "chars", "characters": 5}',
+        '{"kind": "bpe", "pattern": ".", "ranks": ["%"]}',
+        '{"kind": "bpe", "pattern": "(", "ranks": ["YQ=="]}',
+        '{"kind": "bpe", "pattern": ".", "ranks": ["YQ=="], "special": {}}',
+        '{"kind": "bpe", "pattern": ".", "ranks": ["YQ=="], "special": {"<e>": -1}}',
+        '{"kind": "bpe", "pattern": null, "ranks": {}}',
+        '{"kind": "json", "beginning": null, "ends": []}',
+    ],
+)
+def test_a_vocabulary_of_another_shape_is_refused_by_its_file(tmp_path, content):
+    (tmp_path / "vocabulary.json").write_text(content)
+    with pytest.raises(ValueError, match=r"vocabulary\.json is (damaged|empty)") as error:
+        load_tokenizer(tmp_path)
+    assert "\n" not in str(error.value)
