@@ -102,7 +102,8 @@ def _train(cfg: Train, run: Path, group: str | None, began: float) -> int:
     device = auto.choose_device(cfg.device, cfg.deterministic)
     n_parameters, n_bytes = estimate.size(tokenizer.vocab_size, **asdict(cfg.model))
     n_learning = 8 * n_parameters if device.type == "cpu" else 0  # gradients and a moment at least
-    estimate.check_fits(f"training {n_parameters:,} parameters", n_bytes + n_learning)
+    what = f"training {n_parameters:,} parameters with max_seq_len {cfg.model.max_seq_len:,}"
+    estimate.check_fits(what, n_bytes + n_learning)
     model = GPT(tokenizer.vocab_size, **asdict(cfg.model)).to(device)
     if weights_of is not None:
         checkpoint.check_same_model(weights_of, model)
