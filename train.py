@@ -1,5 +1,8 @@
 """Trains a GPT: the story of a run, from top to bottom.  python train.py --help"""
 
+from conf import console  # first: from here on Ctrl-C ends it quietly
+
+# isort: split
 import math
 import os
 import sys
@@ -269,7 +272,10 @@ def _train(cfg: Train, run: Path, group: str | None, began: float) -> int:
         origin = next((one for one in origins if one["tensor"] is not None), guards.NOWHERE)
         path = run / f"nonfinite_{step:08}.json"
         if first:
-            guards.report(path, step, loss, norm, origin, [text for some in texts for text in some])
+            try:
+                guards.report(path, step, loss, norm, origin, [text for some in texts for text in some])
+            except OSError as error:
+                screen.say(f"{path} cannot be written: {error.strerror}")
         return f"the loss of step {step + 1} is {loss}, its gradient norm {norm}: {guards.describe(origin)}; see {path}"
 
     # --- training ---
@@ -284,7 +290,7 @@ def _train(cfg: Train, run: Path, group: str | None, began: float) -> int:
             OmegaConf.save(OmegaConf.create(asdict(cfg)), run / "config.yaml")
             if cfg.resume == "auto":
                 checkpoint.set_aside(run, start)
-        log = MetricsLog(run / "metrics.jsonl" if first else None, start)
+        log = MetricsLog(run / "metrics.jsonl" if first else None, start, warn=screen.say)
         wandb_run = tracking.start(
             cfg.tracking.mode if first else None,
             project=cfg.tracking.project,
@@ -379,7 +385,7 @@ def _train(cfg: Train, run: Path, group: str | None, began: float) -> int:
                         checkpoint.set_rng_state(rng)
                         guard.passed_over()
                     else:
-                        log = MetricsLog(run / "metrics.jsonl" if first else None, step)
+                        log.rewind(step)
                         stream = batches.stream(step, end, device)
                         last_step, last_seconds = step, watch.seconds()
                         continue
@@ -416,13 +422,14 @@ def _train(cfg: Train, run: Path, group: str | None, began: float) -> int:
                     tracking.log(wandb_run, row)
                     screen.report(step, row, (end - step) * cfg.batch_tokens / speed, keep=due["evaluate"])
                 if due["sample"]:
-                    screen.say(f"\n{write_sample(step)}\n")
+                    screen.say(f"\n{console.visible(write_sample(step))}\n")
                 if due["checkpoint"]:
                     save(step, row | {"compared_loss": compared} if due["evaluate"] else row)
 
         if reason:
             ensure_saved(step)
         saver.wait()
+        log.sync()
     tracking.finish(wandb_run)
 
     if reason:
@@ -439,6 +446,9 @@ def _train(cfg: Train, run: Path, group: str | None, began: float) -> int:
     print(f"tracked     {tracking.where(wandb_run)}", flush=True)
     if saver.failed:
         raise ValueError(f"{saver.failed} checkpoints could not be saved, see above")
+    if log.waiting:
+        lost = f"from step {log.waiting[0]['step']} on"
+        raise ValueError(f"{len(log.waiting)} rows of {log.path} could not be written, {lost}")
     return interruption.exit_code(reason)
 
 

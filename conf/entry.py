@@ -23,11 +23,12 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from conf import console
 from conf.overrides import readable
 from conf.schema import check_rules, parse, setting_names, unknown_key
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-A_USERS_FILE = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError, FileExistsError)
+MAKERS = ("train", "prepare", "import_hf")  # they make a folder; what the others make is what they print
 RUN_NAME = re.compile(r"\d{8}-\d{6}-(.+)-[0-9a-f]{6}")
 
 
@@ -69,13 +70,17 @@ def entry_point(config_name: str, schema: type, actions: tuple[str, ...] = ()) -
 
     With `actions` it is run(cfg, action): one of these words may come first on the command line, else it is None.
     What follows `--` on the command line becomes the setting `prompt`. Only train.py has a run folder; the other
-    scripts leave nothing behind. A user's mistake prints one line and exits 2, Ctrl-C exits 130; that a reader of the
-    output leaves is no error. Of several runs (-m) those that fail are named, and do not keep the others from running.
+    scripts leave nothing behind. A user's mistake, or a file that cannot be read or written, prints one line and exits
+    2, Ctrl-C exits 130; that a reader of the output leaves is no error, and does not end what is being made. Of several
+    runs (-m) those that fail are named, and do not keep the others from running.
     """
 
     def decorate(run: Callable) -> Callable:
         def main():
             os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # errors reach us as they are
+            makes = config_name in MAKERS
+            output = console.guard_output(config_name == "generate", note="going on without" if makes else "")
+            console.hear_signals()
             _check_ranks()
             text = _cut_text(sys.argv)
             action = sys.argv.pop(1) if len(sys.argv) > 1 and re.fullmatch(r"\w+", sys.argv[1]) else None
@@ -98,19 +103,21 @@ def entry_point(config_name: str, schema: type, actions: tuple[str, ...] = ()) -
                         check_rules(cfg)
                     run(cfg, action) if actions else run(cfg)
                     sys.stdout.flush()
-                    _remove_empty_run_folder()  # of a dry run
-                except BrokenPipeError:  # whoever read the output, `head` say, has enough
-                    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-                except (ValueError, OmegaConfBaseException, *A_USERS_FILE) as error:
-                    _remove_empty_run_folder()
+                    if not makes:
+                        console.check(output)
+                except (ValueError, OmegaConfBaseException, OSError) as error:
+                    if isinstance(error, BrokenPipeError) and error.filename == console.STDOUT:
+                        return  # whoever read the output, `head` say, has enough
                     if HydraConfig.get().mode != RunMode.MULTIRUN:
-                        _fail(" ".join(str(error).split()))
-                    say_failed(" ".join(str(error).split()), 2)
+                        _fail(one_line(error))
+                    say_failed(one_line(error), 2)
                 except Exception as error:
                     if HydraConfig.get().mode != RunMode.MULTIRUN:
                         raise
                     traceback.print_exc()
                     say_failed(type(error).__name__, 1)
+                finally:
+                    _remove_empty_run_folder()  # of a mistake, a dry run, a signal before the first step
 
             def say_failed(message: str, code: int):
                 """Of one of several runs: the next begins all the same."""
@@ -122,9 +129,11 @@ def entry_point(config_name: str, schema: type, actions: tuple[str, ...] = ()) -
                 failed[job.job.num] = code
 
             try:
+                if not makes:
+                    console.check(output)
                 sys.argv[1:] = [readable(argument, schema, several) for argument in sys.argv[1:]]
                 hydra.main(version_base="1.3", config_path="../conf", config_name=config_name)(checked_run)()
-            except (HydraException, OmegaConfBaseException, ValueError) as error:
+            except (HydraException, OmegaConfBaseException, ValueError, OSError) as error:
                 _fail(_explain(error, schema))
             except KeyboardInterrupt:
                 print("\ninterrupted", file=sys.stderr)
@@ -150,7 +159,7 @@ def _cut_text(argv: list[str]) -> str | None:
 
 def _explain(error: Exception, schema: type) -> str:
     """One line for what Hydra has to say about the command line."""
-    message = " ".join(str(error).split())
+    message = one_line(error)
     if key := re.search(r"Could not override '([^']+)'", message):
         group, _, setting = key[1].rpartition(".")
         if key[1] in setting_names(schema):
@@ -190,6 +199,13 @@ def _check_ranks():
             _fail(f"{name} of the environment must be a number from {least}, got {value!r}: unset it, or use torchrun")
 
 
+def one_line(error: Exception) -> str:
+    """What it says; of a file, its path and what is wrong with it."""
+    if isinstance(error, OSError) and error.filename and error.strerror:
+        return f"{error.filename}: {error.strerror}"
+    return " ".join(str(error).split())
+
+
 def _fail(message: str):
     _say(message)
     sys.exit(2)
@@ -199,7 +215,8 @@ def _say(mistake: str):
     rank = int(os.environ.get("RANK", 0))
     if rank > 0:  # if rank 0 has the same to say, torchrun ends this one meanwhile
         time.sleep(2)
-    print(f"error on rank {rank}: {mistake}" if rank else f"error: {mistake}", file=sys.stderr)
+    where = f" on rank {rank}" if rank else ""
+    print(console.visible(f"error{where}: {mistake}", sys.stderr), file=sys.stderr)
 
 
 def _remove_empty_run_folder():

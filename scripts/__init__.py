@@ -1,1 +1,3 @@
 """Entry points; nothing imports them."""
+
+from conf import console  # noqa: F401  first: from here on Ctrl-C ends them quietly

@@ -5,6 +5,7 @@ import json
 import math
 import secrets
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from itertools import islice
@@ -14,6 +15,7 @@ import torch
 from rich.console import Console
 from rich.progress import track
 
+from conf.console import visible
 from conf.entry import entry_point
 from conf.schema import Generate, changed
 from data.continuation import Continuation
@@ -54,10 +56,15 @@ def find_prompt(cfg: Generate) -> str:
     if cfg.prompt_file is not None:
         return read_text(cfg.prompt_file)
     if cfg.prompt is None and not sys.stdin.isatty():
+        waiting = threading.Timer(1, warn, ["waiting for a prompt on standard input, to its end; or give one after --"])
+        waiting.daemon = True
+        waiting.start()
         try:
             return sys.stdin.read().removesuffix("\n")
         except UnicodeDecodeError as error:
             raise ValueError(f"the prompt, by standard input, is not UTF-8: {error}") from error
+        finally:
+            waiting.cancel()
     return cfg.prompt or ""
 
 
@@ -70,7 +77,7 @@ def read_text(path: str) -> str:
 
 
 def warn(text: str):
-    print(text, file=sys.stderr)
+    print(visible(text, sys.stderr), file=sys.stderr)
 
 
 class Writer:
@@ -216,9 +223,9 @@ class Screen:
             text = row.text
             if self.shown is None:
                 title = f"--- {self.current + 1} of {self.n}\n" if self.n > 1 else ""
-                print(title + self.prompt, end="", flush=True)
+                print(title + visible(self.prompt), end="", flush=True)
                 self.shown = 0
-            print(text[self.shown :], end="", flush=True)
+            print(visible(text[self.shown :]), end="", flush=True)
             self.shown = len(text)
             if row.finish_reason is None:
                 return
@@ -273,6 +280,7 @@ def write_lines(writer: Writer, cfg: Generate, lines: list[str]):
             )
     n_jobs, at_once = len(lines) * cfg.num_samples, max(1, cfg.batch // cfg.best_of)
     writer.check_memory(min(at_once, n_jobs) * cfg.best_of, longest)
+    unicode = sys.stdout.encoding.lower().startswith("utf")
     console = Console(stderr=True)
     try:
         for start in track(range(0, n_jobs, at_once), "writing", console=console, disable=not sys.stderr.isatty()):
@@ -290,7 +298,7 @@ def write_lines(writer: Writer, cfg: Generate, lines: list[str]):
                     for i, row in zip(some, best(writer.rows, cfg.best_of), strict=True):
                         line = {"prompt": lines[i], "text": row.text, "tokens": row.tokens}
                         line |= {"log_probabilities": row.log_probabilities, "finish_reason": row.finish_reason}
-                        print(json.dumps(line, ensure_ascii=False), flush=True)
+                        print(json.dumps(line, ensure_ascii=not unicode), flush=True)
     finally:
         writer.report(seed)
 
@@ -352,11 +360,11 @@ def write_on(writer: Writer, cfg: Generate, text: str) -> str:
     (row,) = writer.rows
     try:
         for _ in writing:
-            print(row.text[shown:], end="", flush=True)
+            print(visible(row.text[shown:]), end="", flush=True)
             shown = len(row.text)
     except KeyboardInterrupt:
         row.finish()
-        print(row.text[shown:], end="")
+        print(visible(row.text[shown:]), end="")
     print(flush=True)
     writer.report(seed)
     return row.text

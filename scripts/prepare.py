@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 from omegaconf import OmegaConf
 
+from conf.console import visible
 from conf.entry import entry_point
 from conf.schema import Prepare, Train, parse
 from data import prepare
@@ -79,7 +80,7 @@ def show(corpus: Corpus, cfg: Prepare, order: int = ORDER):
         for document in documents[documents >= 0].unique().tolist():
             here = (documents == document) & (targets != IGNORE)
             last = targets[here][-1:].tolist()
-            print(corpus.tokenizer.decode(tokens[here].tolist() + last))
+            print(visible(corpus.tokenizer.decode(tokens[here].tolist() + last)))
 
 
 def report(corpus: Corpus):

@@ -12,6 +12,8 @@ from rich.console import Console
 from rich.table import Table
 from typing_extensions import TypedDict
 
+from conf.console import check, guard_output, hear_signals, visible
+from conf.entry import one_line
 from data.files import read_json
 from training.checkpoint import describe_best
 from training.metrics import best, read_rows
@@ -66,12 +68,12 @@ def show_list(folder: Path, console: Console):
             line, note = _line(run), describe_best(run)
         except (ValueError, OSError) as error:  # the other runs are not to be blamed
             line, note = ["?"], str(error)
-        table.add_row(str(run.relative_to(folder)), *line)
+        table.add_row(visible(str(run.relative_to(folder))), *line)
         notes += [note] * bool(note)
     console.print(table)
     console.print("val: the lowest validation loss, bits: bits per byte there")
     for note in notes:
-        console.print(note)
+        console.print(visible(note))
 
 
 def _line(run: Path) -> list[str]:
@@ -140,11 +142,12 @@ def compare(runs: list[Path], console: Console):
     given = [settings(run) for run in runs]
     figures = [_figures(rows(run)) for run in runs]
     for title, columns in (("setting", given), ("last", figures)):
-        table = _table(title, *map(name, runs))
+        table = _table(title, *(visible(name(run)) for run in runs))
         for key in dict.fromkeys(key for values in columns for key in values):
             cells = [values.get(key) for values in columns]
             if title == "last" or any(cell != cells[0] for cell in cells[1:]):
-                table.add_row(key, *(_cell(cell, key in values) for cell, values in zip(cells, columns, strict=True)))
+                shown = (_cell(cell, key in values) for cell, values in zip(cells, columns, strict=True))
+                table.add_row(*map(visible, (key, *shown)))
         console.print(table if table.row_count else f"no {title} differs")
         console.print()
 
@@ -215,18 +218,26 @@ def main():
     plotting.add_argument("runs", nargs="+", type=Path)
     plotting.add_argument("--output", type=Path, default=Path("loss.png"))
     arguments = parser.parse_args()
+    output = guard_output()
+    hear_signals()
     width = None if sys.stdout.isatty() else 1000  # in a file or a pipe nothing is folded
     console = Console(width=width, highlight=False, markup=False, emoji=False)
     try:
+        check(output)
         if arguments.action == "list":
             show_list(arguments.folder, console)
         elif arguments.action == "compare":
             compare(arguments.runs, console)
         else:
             plot(arguments.runs, arguments.output)
+        sys.stdout.flush()
+        check(output)
     except (ValueError, OSError) as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        print(visible(f"error: {one_line(error)}", sys.stderr), file=sys.stderr)
         sys.exit(2)
+    except KeyboardInterrupt:
+        print("\ninterrupted", file=sys.stderr)
+        sys.exit(130)
 
 
 if __name__ == "__main__":

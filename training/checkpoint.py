@@ -12,6 +12,7 @@ sampling, training.pt may be missing.
 """
 
 import contextlib
+import errno
 import hashlib
 import json
 import math
@@ -247,13 +248,23 @@ class Saver:
             self.writing.result()
         except Exception as error:  # a full disk comes as OSError, RuntimeError or SafetensorError
             self.failed += 1
-            self.warn(f"the checkpoint {self.folder} could not be saved, training goes on: {error}")
+            self.warn(f"the checkpoint {self.folder} could not be saved, training goes on: {_why(error, self.run)}")
         else:
             try:
                 prune(self.run, self.keep)
             except (OSError, ValueError) as error:
                 self.warn(f"older checkpoints stay: {error}")
         self.writing = None
+
+
+def _why(error: Exception, folder: Path) -> str:
+    """What kept a checkpoint from the disk, in a line; torch says of a full one only how far it came."""
+    reason = " ".join(str(error).split())
+    full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+    if full or re.search(r"unexpected pos|PytorchStreamWriter|os error (28|122|27)\b|No space left", reason):
+        free = shutil.disk_usage(folder).free
+        return f"the disk is full, or a quota or file size limit is reached, {free:,} bytes are free ({reason})"
+    return reason
 
 
 def prune(run: Path, keep: int | None):

@@ -5,7 +5,7 @@ import re
 import signal
 import time
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 TIME_IS_UP = 1  # where a signal's number stands else; none of SIGNALS has it
 
 
@@ -22,7 +22,8 @@ class Interruption:
         self.signal = 0
 
     def __enter__(self):
-        self.before = {number: signal.signal(number, self._heard) for number in SIGNALS}
+        ignored = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else set()  # by nohup
+        self.before = {number: signal.signal(number, self._heard) for number in SIGNALS if number not in ignored}
         return self
 
     def __exit__(self, *_):
@@ -48,7 +49,7 @@ class Interruption:
 
 
 def exit_code(reason: int) -> int:
-    """Of a run that was ended so: 143 by SIGTERM, 130 by Ctrl-C, 0 by its own time limit."""
+    """Of a run that was ended so: 143 by SIGTERM, 130 by Ctrl-C, 129 by SIGHUP, 0 by its own time limit."""
     return 0 if reason in (0, TIME_IS_UP) else 128 + reason
 
 

@@ -1,13 +1,14 @@
 """What a run tells about itself: metrics.jsonl, which is the truth, and a line on the screen."""
 
 import contextlib
+import errno
 import json
 import math
 import os
 import resource
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NotRequired
 
@@ -21,30 +22,70 @@ from data.files import check_shape
 
 
 class MetricsLog:
-    """metrics.jsonl: one row a logged step, flushed at once.
+    """metrics.jsonl: one row a logged step, written at once; rows that the disk has no room for wait until it has.
 
     A row is {"step": steps done, values that a rerun repeats exactly, "clock": {values that it does not}}. Opening it
     at a step (a run resumed) removes what a lost continuation wrote after that step. A path of None keeps nothing.
+    What goes wrong with the disk later is said by `warn`, once.
     """
 
-    def __init__(self, path: Path | None, step: int):
-        if path is None:
-            self.file = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+    def __init__(self, path: Path | None, step: int, warn: Callable[[str], None] = print):
+        self.path, self.warn, self.warned = path, warn, False
+        self.waiting: list[dict] = []
+        self.end = 0  # in bytes, of the whole rows in the file
+        if path is not None:
+            self.file = path.open("ab", buffering=0)
+        self.rewind(step)
+
+    def rewind(self, step: int):
+        """Removes the rows after a step, and the half row of a killed run."""
+        self.waiting = [row for row in self.waiting if row["step"] <= step]
+        if self.path is None:
             return
-        steps = ((line, row.get("step") if isinstance(row, dict) else None) for _, line, row in _lines(path))
-        rewound = path.with_suffix(".tmp")
-        rewound.write_bytes(b"".join(line + b"\n" for line, n in steps if type(n) is int and n <= step))
-        rewound.replace(path)
-        self.file = path.open("a", encoding="utf-8")
+        steps = ((line, row.get("step") if isinstance(row, dict) else None) for _, line, row in _lines(self.path))
+        kept = b"".join(line + b"\n" for line, n in steps if type(n) is int and n <= step)
+        if not self.path.read_bytes().startswith(kept):  # something damaged stands between
+            rewound = self.path.with_suffix(".tmp")
+            rewound.write_bytes(kept)
+            rewound.replace(self.path)
+            self.file = self.path.open("ab", buffering=0)
+        self.end = len(kept)
+        self.file.truncate(self.end)
 
     def write(self, row: dict):
-        self.file.write(json.dumps(row) + "\n")
-        self.file.flush()
+        if self.path is not None:
+            self.waiting.append(row)
+            self.flush()
+
+    def flush(self):
+        """Writes what waits, in order."""
+        try:
+            while self.waiting:
+                line = (json.dumps(self.waiting[0]) + "\n").encode()
+                self.file.truncate(self.end)  # half a row, of the last time
+                if self.file.write(line) < len(line):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                self.end += len(line)
+                del self.waiting[0]
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                self.file.truncate(self.end)  # half a row
+            self._failed(error)
 
     def sync(self):
         """Waits until the disk has it, so that no checkpoint is ahead of its rows."""
-        if self.file.name != os.devnull:
+        if self.path is None:
+            return
+        self.flush()
+        try:
             os.fsync(self.file.fileno())
+        except OSError as error:
+            self._failed(error)
+
+    def _failed(self, error: OSError):
+        if not self.warned:
+            self.warn(f"{self.path} cannot be written, its rows wait and training goes on: {error.strerror}")
+        self.warned = True
 
 
 class Row(TypedDict):

@@ -1,0 +1,127 @@
+"""What a command shows, and the signals that end it. Imported before all else, so that Ctrl-C ends imports quietly too.
+
+A reader may leave, a terminal close, a disk be full, a console lack a letter: nothing that is only shown ends what is
+being made.
+"""
+
+import contextlib
+import errno
+import io
+import os
+import re
+import select
+import signal
+import sys
+
+STDOUT = "standard output"  # as the file of an OSError
+GONE = (errno.EPIPE, errno.EIO)  # a reader, a terminal
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but line break and tab
+
+
+def _leave(number: int, _frame):
+    """Nothing has begun yet: ends at once."""
+    if number == signal.SIGINT:
+        os.write(2, b"\ninterrupted\n")
+    os._exit(128 + number)
+
+
+if sys.argv[0] == "-m" or str(getattr(sys.modules["__main__"], "__file__", "")).endswith("train.py"):
+    for _number in (0, 1, 2):  # where one is closed, the next file that is opened must not become it
+        try:
+            os.fstat(_number)
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_RDWR), _number)
+    for _number in ENDING:
+        if signal.getsignal(_number) != signal.SIG_IGN:
+            signal.signal(_number, _leave)
+
+
+def hear_signals():
+    """Ctrl-C raises KeyboardInterrupt; SIGTERM, and SIGHUP unless ignored (nohup), SystemExit: 143 and 129."""
+
+    def end(number: int, _frame):
+        signal.signal(number, signal.SIG_DFL)  # a second one ends the process at once
+        sys.exit(128 + number)
+
+    if signal.getsignal(signal.SIGINT) is _leave:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) in (_leave, signal.SIG_DFL):
+            signal.signal(number, end)
+
+
+class Output(io.FileIO):
+    """A descriptor for what is shown: text that cannot be written is dropped, and `error` is why the first was.
+
+    With `needed` the error is raised instead. A reader or a terminal that has gone is replaced by os.devnull, for
+    libraries and child processes too; a full disk may have room again. `note` is said on stderr, the first time.
+    """
+
+    def __init__(self, descriptor: int, needed: bool = False, note: str = ""):
+        super().__init__(descriptor, "wb", closefd=False)
+        self.needed, self.note, self.error = needed, note, None
+
+    def write(self, data) -> int:
+        try:
+            while (written := super().write(data)) is None:  # others have made it non-blocking
+                select.select([], [self], [])
+            return written
+        except OSError as error:
+            if error.errno in GONE or self.needed:
+                nothing = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(nothing, self.fileno())
+                os.close(nothing)
+            error.filename = STDOUT
+            if self.needed:
+                raise
+            if self.error is None:
+                self.error = error
+                if self.note:
+                    print(f"{error.filename}: {error.strerror}; {self.note}", file=sys.stderr, flush=True)
+            return len(data)
+
+
+def guard_output(needed: bool = False, note: str = "") -> Output | None:
+    """Replaces sys.stdout and sys.stderr by streams that show what they can, and never raise -> the former's Output.
+
+    What their encoding lacks is shown as an escape. With `needed`, stdout raises OSError where it cannot be written.
+    None where it is no descriptor's (of a notebook or a test). A closed stdin is an empty one.
+    """
+    if sys.stdin is None:
+        sys.stdin = open(os.devnull, encoding="utf-8")  # noqa: SIM115
+    outputs = {}
+    for name, number in (("stderr", 2), ("stdout", 1)):
+        stream, how = getattr(sys, name), {"encoding": "utf-8", "errors": "backslashreplace"}
+        if stream is not None:
+            try:
+                if stream.fileno() != number:
+                    continue
+            except (OSError, AttributeError):
+                continue
+            with contextlib.suppress(OSError):
+                stream.flush()
+            how |= {"encoding": stream.encoding, "line_buffering": stream.line_buffering}
+            how |= {"write_through": stream.write_through}
+        output = Output(number if stream else os.open(os.devnull, os.O_WRONLY), *(needed, note) if number == 1 else ())
+        if stream is None:
+            output.error = OSError(errno.EBADF, "it is closed", STDOUT)
+        setattr(sys, name, io.TextIOWrapper(output if how.get("write_through") else io.BufferedWriter(output), **how))
+        outputs[name] = output
+    return outputs.get("stdout")
+
+
+def check(output: Output | None):
+    """OSError where what was to be shown is lost; not where its reader has left, who has enough."""
+    if output is not None and output.error is not None and output.error.errno not in GONE:
+        raise output.error
+
+
+def visible(text: str, stream=None) -> str:
+    r"""For a terminal: controls other than line breaks and tabs as escapes (\x1b), for a terminal would obey them.
+
+    Elsewhere the text as it is. `stream` is sys.stdout unless given.
+    """
+    if not (stream or sys.stdout).isatty():
+        return text
+    return CONTROLS.sub(lambda found: repr(found[0])[1:-1], text)
