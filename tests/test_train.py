@@ -333,7 +333,7 @@ def equal(whole: Path, parts: Path) -> bool:
     return rows(whole) == rows(parts) and same(weights, others) and all(same(state[n], other_state[n]) for n in names)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP])
 @pytest.mark.parametrize("step", [1, 5])
 def test_a_signal_ends_the_run_behind_its_step_and_resuming_changes_nothing(run, monkeypatch, number, step):
     whole = run("whole")

@@ -6,7 +6,7 @@ import signal
 import time
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
-TIME_IS_UP = 1  # where a signal's number stands else; none of SIGNALS has it
+TIME_IS_UP = 1000  # where the number of a signal stands else; no signal has it
 
 
 class Interruption:

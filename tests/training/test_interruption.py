@@ -19,6 +19,16 @@ def test_a_signal_is_kept_until_asked_for_and_handlers_come_back(number):
     assert interruption.exit_code(number) == 128 + number
 
 
+def test_a_hangup_that_nohup_ignores_stays_ignored():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with Interruption(None, time.monotonic()) as interrupted:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert interrupted.wanted() == 0
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 def test_the_time_is_up_before_a_step_of_the_longest_duration_would_pass_it(monkeypatch):
     now = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])

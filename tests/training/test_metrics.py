@@ -1,4 +1,8 @@
+import errno
 import json
+import os
+import resource
+import signal
 
 import pytest
 
@@ -17,6 +21,57 @@ def test_rows_are_on_the_disk_at_once_and_a_resumed_run_rewinds(tmp_path):
     MetricsLog(path, 20).write({"step": 30, "loss": 7})
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [10, 20, 30]
     assert json.loads(path.read_text().splitlines()[-1])["loss"] == 7
+
+
+def steps(path) -> list[int]:
+    return [json.loads(line)["step"] for line in path.read_text().splitlines()]
+
+
+def test_rows_for_which_there_is_no_room_wait_and_are_written_in_order(tmp_path):
+    """The disk takes half of the second row; what stands in the file is whole rows at any time."""
+    path, said = tmp_path / "metrics.jsonl", []
+    log = MetricsLog(path, 0, said.append)
+    log.write({"step": 1, "text": "x" * 100})
+    limit, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 50, most))
+        for step in (2, 3, 4):
+            log.write({"step": step, "text": "x" * 100})
+            log.sync()
+            assert steps(path) == [1]
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, most))
+        signal.signal(signal.SIGXFSZ, before)
+    assert len(said) == 1 and str(path) in said[0]
+    assert [row["step"] for row in log.waiting] == [2, 3, 4]
+    log.write({"step": 5})
+    assert steps(path) == [1, 2, 3, 4, 5] and not log.waiting
+
+
+def test_rewinding_drops_rows_on_the_disk_and_rows_that_wait(tmp_path):
+    log = MetricsLog(tmp_path / "metrics.jsonl", 0)
+    for step in (1, 2, 3):
+        log.write({"step": step})
+    log.waiting = [{"step": 4}, {"step": 5}]
+    log.rewind(4)
+    log.sync()
+    assert steps(tmp_path / "metrics.jsonl") == [1, 2, 3, 4]
+    log.rewind(2)
+    assert steps(tmp_path / "metrics.jsonl") == [1, 2]
+
+
+def test_a_disk_that_cannot_be_waited_for_ends_nothing(tmp_path, monkeypatch):
+    def fail(descriptor):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    said = []
+    log = MetricsLog(tmp_path / "metrics.jsonl", 0, said.append)
+    monkeypatch.setattr(os, "fsync", fail)
+    log.write({"step": 1})
+    log.sync()
+    log.sync()
+    assert len(said) == 1 and "Input/output error" in said[0]
 
 
 def test_without_a_terminal_every_report_is_a_plain_line(capsys):
