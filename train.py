@@ -19,6 +19,7 @@ from omegaconf import OmegaConf
 from conf.entry import entry_point
 from conf.schema import Train, check_warmup
 from data.batches import ORDER, make_batches
+from data.files import naming
 from data.prepare import planned_vocabulary, prepare
 from model import GPT, generate
 from model.gpt import checkpoint_activations
@@ -54,7 +55,7 @@ def train(cfg: Train, run: Path, group: str | None = None) -> int:
         print(estimate.report(asdict(cfg), *planned_vocabulary(asdict(cfg.data), asdict(cfg.tokenizer))))
         return 0
     began, run = time.monotonic(), distributed.broadcast(run)
-    with checkpoint.taken(run, distributed.rank() == 0):
+    with checkpoint.taken(run, distributed.rank() == 0), naming(run):
         return _train(cfg, run, group, began)
 
 

@@ -1,5 +1,6 @@
 """Files that others wrote, or that a disk damaged: what stands in them is checked before it is believed."""
 
+import errno
 import reprlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
+
+OF_A_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 
 
 def read_json(path: str | Path, shape: Any) -> Any:
@@ -38,6 +41,17 @@ def check_shape(value: Any, shape: Any, name: str) -> Any:
     """The same of what another reader has read."""
     with _in_a_line(name):
         return _adapter(shape).validate_python(value, strict=True, extra="allow")
+
+
+@contextmanager
+def naming(folder: Path) -> Iterator[None]:
+    """Of a disk that is full, read-only or broken, where the OSError names no file, it names this folder."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None and error.errno in OF_A_DISK:
+            error.filename = str(folder)
+        raise
 
 
 @contextmanager

@@ -26,6 +26,7 @@ from filelock import FileLock
 
 from data import sources
 from data.corpus import FORMAT, Corpus, check_shard, open_corpus, open_mixture, open_token_files
+from data.files import naming
 from data.readers import Document
 from data.split import LOOK, Split, is_about, plan_split
 from data.tokenizer import (
@@ -63,8 +64,9 @@ def prepare(data: dict, tokenizer: dict, root: Path = Path("corpora")) -> Corpus
         root.mkdir(parents=True, exist_ok=True)
         with FileLock(root / f".{folder.name}.lock"):
             if not folder.exists():  # nobody made it while we waited
-                prepare_part(data, tokenizer, folder, 0, 1)
-                merge_parts(data, tokenizer, folder, 1)
+                with naming(folder):
+                    prepare_part(data, tokenizer, folder, 0, 1)
+                    merge_parts(data, tokenizer, folder, 1)
     return _say_share(open_corpus(folder), data)
 
 
@@ -189,9 +191,9 @@ def prepare_part(data: dict, tokenizer: dict, folder: Path, part: int, parts: in
     """Writes the shards of one of several parts; one that was killed goes on behind its last finished shard."""
     work = work_folder(folder)
     work.mkdir(parents=True, exist_ok=True)
-    with FileLock(work / "plan.lock"):
+    with naming(work), FileLock(work / "plan.lock"):
         split, made = make_plan(data, tokenizer, folder)
-    with FileLock(work / f"{part_name(part, parts)}.lock"):  # the same part, started twice
+    with naming(work), FileLock(work / f"{part_name(part, parts)}.lock"):  # the same part, started twice
         _write_part(data, folder, split, made, part, parts)
 
 

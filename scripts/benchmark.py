@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from conf.console import guard_output
 from scripts.benchmarks.data import data
 from scripts.benchmarks.generate import generation
 from scripts.benchmarks.learn import learning
@@ -76,6 +77,7 @@ def main():
         one.add_argument("--peer", type=Path, help=f"a checkout of {whose} to race against")
 
     a = parser.parse_args()
+    guard_output()
     for path in (a.json, getattr(a, "picture", None)):
         if path is not None and (path.is_dir() or not os.access(path.parent, os.W_OK)):
             parser.error(f"{path} cannot be written: give a file in a folder that is there")

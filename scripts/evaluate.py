@@ -12,6 +12,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import track
 
+from conf.console import visible
 from conf.entry import check_output, entry_point
 from conf.schema import Evaluate
 from data import sources
@@ -74,7 +75,10 @@ def main(cfg: Evaluate):
     print(f"bits per byte  {result.bits_per_byte:.4f}")
     if cfg.report:
         width = None if sys.stdout.isatty() else 1000  # in a file or a pipe nothing is folded
-        report.show(figures, Console(width=width, highlight=False, markup=False, emoji=False))
+        found = figures["by_document"]
+        documents = [row | {"begins": visible(row["begins"])} for row in found["documents"]]
+        shown = figures | {"by_document": found | {"documents": documents}}
+        report.show(shown, Console(width=width, highlight=False, markup=False, emoji=False))
         save(figures, files)
 
 

@@ -305,28 +305,28 @@ def taken(run: Path, first: bool = True) -> Iterator[None]:
     folder, was_there = run / "checkpoints", run.exists()
     lock = FileLock(folder / ".lock")
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock.acquire(timeout=0)
-        for left in folder.glob(".step_*"):
-            remove(left)
-        with tempfile.NamedTemporaryFile(dir=folder, prefix=".trial") as file:
-            file.write(b"a trial")
-            file.flush()
-            os.fsync(file.fileno())
-    except Timeout:
-        raise ValueError(f"{run} is in use by another process: wait for it, or take another folder") from None
-    except OSError as error:
-        lock.release()
-        raise ValueError(f"checkpoints cannot be written to {folder}: {error}") from error
-    try:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            lock.acquire(timeout=0)
+            for left in folder.glob(".step_*"):
+                remove(left)
+            with tempfile.NamedTemporaryFile(dir=folder, prefix=".trial") as file:
+                file.write(b"a trial")
+                file.flush()
+                os.fsync(file.fileno())
+        except Timeout:
+            raise ValueError(f"{run} is in use by another process: wait for it, or take another folder") from None
+        except OSError as error:
+            raise ValueError(f"checkpoints cannot be written to {folder}: {error}") from error
         yield
     finally:
-        lock.release()
-        if {path.name for path in folder.iterdir()} <= {".lock"}:
-            (folder / ".lock").unlink(missing_ok=True)
-            remove(folder)
-            if not was_there and not any(run.iterdir()):
-                run.rmdir()
+        if lock.is_locked:
+            lock.release()
+            if {path.name for path in folder.iterdir()} <= {".lock"}:
+                (folder / ".lock").unlink(missing_ok=True)
+                remove(folder)
+                if not was_there and not any(run.iterdir()):
+                    run.rmdir()
 
 
 def _write_json(path: Path, content: dict):

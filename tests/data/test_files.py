@@ -1,5 +1,6 @@
 """Files that are not what they should be are refused by name."""
 
+import errno
 import json
 from typing import Annotated, NotRequired
 
@@ -7,7 +8,7 @@ import pytest
 from pydantic import Field, FiniteFloat
 from typing_extensions import TypedDict
 
-from data.files import read_json
+from data.files import naming, read_json
 
 
 class Part(TypedDict):
@@ -69,3 +70,12 @@ def test_a_folder_in_a_files_place_is_refused_by_name(path):
     path.mkdir()
     with pytest.raises(ValueError, match="whole.json cannot be read: Is a directory"):
         read_json(path, Whole)
+
+
+def test_a_full_disk_that_names_no_file_is_named_by_the_folder(tmp_path):
+    with pytest.raises(OSError) as raised, naming(tmp_path):
+        raise OSError(errno.ENOSPC, "No space left on device")
+    assert raised.value.filename == str(tmp_path)
+    with pytest.raises(OSError) as raised, naming(tmp_path):
+        raise OSError(errno.ECONNREFUSED, "Connection refused")
+    assert raised.value.filename is None

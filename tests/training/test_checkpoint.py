@@ -1,3 +1,4 @@
+import errno
 import json
 import os
 import shutil
@@ -573,3 +574,36 @@ def test_checkpoints_on_another_disk_stay_linked_and_nothing_of_ours_is_left_the
     with checkpoint.taken(run):
         assert (disk / ".lock").exists()
     assert list(disk.iterdir()) == []
+
+
+def test_a_signal_while_a_run_is_begun_leaves_no_lock(tmp_path, monkeypatch):
+    def terminated(descriptor):
+        raise SystemExit(143)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", terminated)
+        with pytest.raises(SystemExit), checkpoint.taken(tmp_path / "run"):
+            pass
+    assert not (tmp_path / "run").exists()
+    with checkpoint.taken(tmp_path / "run"):  # it is free
+        pass
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (OSError(errno.EFBIG, "File too large"), "is full"),
+        (RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 91968 vs 9186"), "is full"),
+        (RuntimeError("no such thing"), "no such thing"),
+    ],
+)
+def test_a_full_disk_is_called_so(tmp_path, monkeypatch, error, said):
+    def fail(*_):
+        raise error
+
+    said_of_it = []
+    monkeypatch.setattr(checkpoint, "save", fail)
+    with checkpoint.Saver(tmp_path, None, said_of_it.append) as saver:
+        saver.save(1)
+    assert len(said_of_it) == 1 and said in said_of_it[0]
+    assert ("bytes are free" in said_of_it[0]) == (said == "is full")
