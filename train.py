@@ -241,6 +241,7 @@ def _train(cfg: Train, run: Path, group: str | None, began: float) -> int:
             corpus.validation.read,
             len(corpus.validation),
             token_lengths,
+            learned=corpus.validation.learned,
             seq_len=cfg.seq_len,
             batch=choices["micro_batch"],
             limit=limit,
@@ -328,7 +329,7 @@ def _train(cfg: Train, run: Path, group: str | None, began: float) -> int:
                 guard.losses.clear()  # a token has more before it now
             row = {"step": step + 1, "tokens": (step + 1) * cfg.batch_tokens, "epoch": batches.epoch(step + 1)}
             row |= {"lr": factor * cfg.optimizer.lr}
-            if step in guard.skip:
+            if step in guard.skip or sum(counts) == 0:  # there is nothing to learn
                 guard.passed_over()
             else:
                 rng = checkpoint.rng_state()

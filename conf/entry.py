@@ -2,6 +2,7 @@
 
 import atexit
 import difflib
+import json
 import os
 import re
 import secrets
@@ -60,6 +61,25 @@ def run_dir(resume: str | None, name: str) -> str:
     return f"runs/{datetime.now():%Y%m%d-%H%M%S}-{name}-{secrets.token_hex(3)}"
 
 
+def of_checkpoint(path: str | None, name: str):
+    """An argument of a checkpoint's model; or the seq_len that it was trained with, or the folder of its tokenizer."""
+    if path is None:
+        raise ValueError("a model and tokenizer from_checkpoint need init_from, got null: give init_from=RUN")
+    folders = [Path(path), *sorted(Path(path).glob("checkpoints/step_*"), reverse=True)]
+    folder = next((folder for folder in folders if (folder / "model.json").is_file()), None)
+    if folder is None:
+        raise ValueError(f"init_from: there is no checkpoint in {path}: give a run folder or a step folder")
+    if name == "tokenizer":
+        return str(folder / "tokenizer")
+    try:
+        about = json.loads((folder / "model.json").read_text(encoding="utf-8"))
+        return about["seq_len"] if name == "seq_len" else about["arguments"][name]
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"init_from: {folder}/model.json does not say {name} ({error!r})") from error
+
+
+OmegaConf.register_new_resolver("of_checkpoint", of_checkpoint, replace=True)
+OmegaConf.register_new_resolver("times", lambda a, b: a * b, replace=True)
 OmegaConf.register_new_resolver("run_dir", run_dir, use_cache=True, replace=True)
 OmegaConf.register_new_resolver("unless", lambda other, value: value if other is None else None, replace=True)
 OmegaConf.register_new_resolver("repository", lambda _="": str(REPOSITORY), replace=True)

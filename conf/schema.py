@@ -75,6 +75,10 @@ class Data:
     paths: list[str] = a_path()
     separator: str | None
     column: str = a_name()
+    messages_column: str | None = a_name()
+    prompt_column: str | None = a_name()
+    answer_column: str | None = a_name()
+    template: dict[str, str]
     encoding_errors: str = one_of("strict", "replace")
     wheel: str | None = a_path()
     repo: str | None = a_name()
@@ -465,6 +469,22 @@ def _check_data(data: Data):
         raise ValueError(f"data.max_tokens has no use for data={data.source}, got {data.max_tokens}")
     if data.separator == "":
         raise ValueError("data.separator must hold at least one character, or be null, got an empty text")
+    chat = [name for name in ("messages_column", "prompt_column", "answer_column") if getattr(data, name) is not None]
+    if not chat:
+        return
+    if data.source not in ("files", "hub"):
+        raise ValueError(f"data.{chat[0]} is for data=files and data=hub, got data={data.source}")
+    if chat not in (["messages_column"], ["prompt_column", "answer_column"]):
+        given = ", ".join(f"data.{name}" for name in chat)
+        raise ValueError(f"give data.messages_column, or data.prompt_column and data.answer_column, got {given}")
+    for role in ("user", "assistant"):
+        if role not in data.template:
+            raise ValueError(
+                f"data.template must say how {role} is written, got {', '.join(data.template) or 'nothing'}"
+            )
+    for role, text in data.template.items():
+        if text.count("{}") != 1:
+            raise ValueError(f"data.template.{role} must hold {{}} once, where the content goes, got {text!r}")
 
 
 def _check_generate(cfg: Generate):

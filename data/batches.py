@@ -15,12 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data.corpus import Corpus, Tokens
+from data.corpus import IGNORE, Corpus, Tokens
 from data.tokenizer import Tokenizer
 
 ROUNDS = 6
 BLOCK = 4096  # rows whose places are computed at once
-IGNORE = -100  # a target that is not counted
 ORDER = 2  # of the batches of a seed: runs that began with order 1 go on with it
 
 
@@ -92,8 +91,12 @@ class Windows:
         """Of ordinals in ascending order."""
         blocks = ordinals // BLOCK  # many starts at once cost little more than a few
         starts = [self._block(i)[ordinals[blocks == i] % BLOCK] for i in np.unique(blocks).tolist()]
-        rows = self.tokens.windows(np.concatenate(starts), self.seq_len + 1)
-        return {"tokens": rows[:, :-1], "targets": rows[:, 1:]}
+        starts = np.concatenate(starts)
+        rows = self.tokens.windows(starts, self.seq_len + 1)
+        if self.tokens.learned is None:
+            return {"tokens": rows[:, :-1], "targets": rows[:, 1:]}
+        targets = [self.tokens.targets(start + 1, self.seq_len) for start in starts.tolist()]
+        return {"tokens": rows[:, :-1], "targets": np.stack(targets)}
 
 
 class Documents:
@@ -101,7 +104,8 @@ class Documents:
 
     A document longer than a row is cut into pieces of seq_len. Rows are packed in the order of the corpus, each filled
     until the next piece does not fit, and an epoch visits them in an order of its own. What is left of a row is
-    padding: its targets are not counted, and it is a document of its own.
+    padding: its targets are not counted, and it is a document of its own. Of conversations, pieces without a word of an
+    answer are left out.
     """
 
     def __init__(self, tokens: Tokens, seq_len: int, seed: int, tokenizer: Tokenizer):
@@ -115,6 +119,10 @@ class Documents:
         piece = np.arange(cuts.sum()) - np.repeat(np.cumsum(cuts) - cuts, cuts)  # number of the piece in its document
         self.starts = np.repeat(starts, cuts) + seq_len * piece
         self.lengths = np.minimum(np.repeat(pairs, cuts) - seq_len * piece, seq_len)
+        if tokens.learned is not None:
+            learned = tokens.learned.find(1)
+            first, end = (np.searchsorted(learned, self.starts + 1 + shift) for shift in (0, self.lengths))
+            self.starts, self.lengths = self.starts[end > first], self.lengths[end > first]
         filled = np.cumsum(self.lengths)
         firsts = [0]  # piece that each row begins with
         while firsts[-1] < len(filled):
@@ -135,8 +143,9 @@ class Documents:
                 at = 0
                 for number, piece in enumerate(range(self.firsts[pack], self.firsts[pack + 1])):
                     n = int(self.lengths[piece])
-                    text = self.tokens.read(int(self.starts[piece]), n + 1)
-                    tokens[row, at : at + n], targets[row, at : at + n] = text[:-1], text[1:]
+                    start = int(self.starts[piece])
+                    tokens[row, at : at + n] = self.tokens.read(start, n)
+                    targets[row, at : at + n] = self.tokens.targets(start + 1, n)
                     positions[row, at : at + n], documents[row, at : at + n] = np.arange(n), number
                     at += n
         return {"tokens": tokens, "targets": targets, "token_positions": positions, "documents": documents}

@@ -15,6 +15,8 @@ from data.split import Split, check_names, choose, is_file_named, share_hash
 from data.tokenizer import Tokenizer, load_tokenizer
 
 FORMAT = 2
+FORMAT_OF_ANSWERS = 3  # of a corpus that says which of its tokens are learned: older versions would learn them all
+IGNORE = -100  # a target that is not counted
 SCAN = 2**24  # tokens looked at at once
 
 
@@ -23,14 +25,19 @@ class Tokens:
 
     vocab_size: read refuses tokens outside it. sums: of each array that is a file its path and SHA-256, which are
     compared where the file is first read, so that what a disk has damaged is refused before anything is learned from
-    it, and no more is hashed (a second a gigabyte) than is read.
+    it, and no more is hashed (a second a gigabyte) than is read. `learned`, as many numbers as there are tokens, is 0
+    for those that no target is made of; None: all are targets.
     """
 
     def __init__(
-        self, arrays: list[np.ndarray], vocab_size: int | None = None, sums: list[tuple[Path, str]] | None = None
+        self,
+        arrays: list[np.ndarray],
+        vocab_size: int | None = None,
+        sums: list[tuple[Path, str] | None] | None = None,
+        learned: "Tokens | None" = None,
     ):
-        self.vocab_size, self.sums = vocab_size, sums or []
-        self.unread = set(range(len(self.sums)))
+        self.vocab_size, self.sums, self.learned = vocab_size, sums or [], learned
+        self.unread = {number for number, one in enumerate(self.sums) if one is not None}
         self.arrays = [array.view(np.ndarray) for array in arrays]  # a memmap's own slicing is slow
         self.ends = list(accumulate(len(array) for array in arrays))
 
@@ -43,6 +50,11 @@ class Tokens:
         if self.vocab_size is not None and len(tokens) and (largest := int(tokens.max())) >= self.vocab_size:
             raise ValueError(f"token {largest} in the text is outside the tokenizer's vocabulary of {self.vocab_size}")
         return tokens
+
+    def targets(self, start: int, length: int) -> np.ndarray:
+        """As read, int64, with IGNORE for tokens that are not learned."""
+        tokens = self.read(start, length).astype(np.int64)
+        return tokens if self.learned is None else np.where(self.learned.read(start, length), tokens, IGNORE)
 
     def _read(self, start: int, length: int) -> np.ndarray:
         array = bisect_right(self.ends, start)
@@ -93,7 +105,8 @@ class Corpus:
         if self.mixture:
             parts = [[corpus.fingerprint(), weight] for corpus, weight in self.mixture]
             return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
-        shards = [shard["sha256"] for split in self.manifest["splits"].values() for shard in split["shards"]]
+        files = [shard for split in self.manifest["splits"].values() for shard in split["shards"]]
+        shards = [shard[name] for shard in files for name in ("sha256", "learned_sha256") if name in shard]
         return hashlib.sha256(json.dumps([self.manifest["tokenizer"], shards]).encode()).hexdigest()
 
     def check_length(self, seq_len: int):
@@ -126,7 +139,7 @@ def open_corpus(folder: str | Path, full: bool = False) -> Corpus:
         raise ValueError(f"{folder}/manifest.json is damaged ({error}): {_MEND.format(folder)}") from None
     if not isinstance(manifest, dict) or "splits" not in manifest:
         raise ValueError(f"{folder}/manifest.json is damaged (no splits): {_MEND.format(folder)}")
-    if manifest["format"] != FORMAT:
+    if manifest["format"] not in (FORMAT, FORMAT_OF_ANSWERS):
         raise ValueError(
             f"{folder} has format {manifest['format']}, this version reads {FORMAT}: {_MEND.format(folder)}"
         )
@@ -134,20 +147,32 @@ def open_corpus(folder: str | Path, full: bool = False) -> Corpus:
         for shard in split["shards"]:
             try:
                 check_shard(folder, shard, np.dtype(manifest["dtype"]), full)
+                if (mask := mask_of(shard)) is not None:
+                    check_shard(folder, mask, np.dtype(np.uint8), full)
             except ValueError as error:
                 raise ValueError(f"{error}: {_MEND.format(folder)}") from None
     tokenizer = load_tokenizer(folder / "tokenizer")
     if tokenizer.fingerprint() != manifest["tokenizer"]:
         raise ValueError(f"{folder}/tokenizer is not the one that made this corpus: {_MEND.format(folder)}")
-    train, validation = (
-        Tokens(
-            [np.memmap(folder / shard["file"], manifest["dtype"], "r") for shard in split["shards"]],
-            tokenizer.vocab_size,
-            [(folder / shard["file"], shard["sha256"]) for shard in split["shards"]],
-        )
-        for split in (manifest["splits"][name] for name in ("train", "validation"))
-    )
-    return Corpus(folder, tokenizer, train, validation, manifest)
+
+    def opened(shards: list[dict], dtype: str, vocab_size: int, learned: Tokens | None = None) -> Tokens:
+        arrays = [np.memmap(folder / shard["file"], dtype, "r") for shard in shards]
+        return Tokens(arrays, vocab_size, [(folder / shard["file"], shard["sha256"]) for shard in shards], learned)
+
+    texts = {}
+    for name in ("train", "validation"):
+        shards = manifest["splits"][name]["shards"]
+        masks = [mask for shard in shards if (mask := mask_of(shard)) is not None]
+        learned = opened(masks, "uint8", 2) if masks else None
+        texts[name] = opened(shards, manifest["dtype"], tokenizer.vocab_size, learned)
+    return Corpus(folder, tokenizer, texts["train"], texts["validation"], manifest)
+
+
+def mask_of(shard: dict) -> dict | None:
+    """The file beside a shard that says, a byte a token, which of its tokens are learned; None where all are."""
+    if "learned_sha256" not in shard:
+        return None
+    return shard | {"file": str(Path(shard["file"]).with_suffix(".learned")), "sha256": shard["learned_sha256"]}
 
 
 _MEND = "delete {} and start again to prepare it anew"
@@ -185,14 +210,19 @@ def open_mixture(corpora: dict[str, float]) -> Corpus:
                 f"tokenizer=saved tokenizer.path={first.folder}/tokenizer"
             )
     train, validation = (
-        Tokens(
-            [array for corpus, _ in mixture for array in getattr(corpus, name).arrays],
-            first.tokenizer.vocab_size,
-            [one for corpus, _ in mixture for one in getattr(corpus, name).sums],
-        )
+        _joined([getattr(corpus, name) for corpus, _ in mixture], first.tokenizer.vocab_size)
         for name in ("train", "validation")
     )
     return Corpus(first.folder, first.tokenizer, train, validation, first.manifest, mixture)
+
+
+def _joined(parts: list[Tokens], vocab_size: int) -> Tokens:
+    masks = None
+    if any(part.learned is not None for part in parts):
+        all_of = (part.learned or Tokens([np.broadcast_to(np.uint8(1), len(part))], sums=[None]) for part in parts)
+        masks = _joined(list(all_of), 2)
+    arrays, sums = ([one for part in parts for one in getattr(part, name)] for name in ("arrays", "sums"))
+    return Tokens(arrays, vocab_size, sums, masks)
 
 
 def open_token_files(paths: list[str], tokenizer: Tokenizer, validation: list[str], share: float) -> Corpus:

@@ -14,7 +14,7 @@ import json
 import os
 import sys
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
@@ -24,8 +24,17 @@ from pathlib import Path
 import numpy as np
 from filelock import FileLock
 
-from data import sources
-from data.corpus import FORMAT, Corpus, check_shard, open_corpus, open_mixture, open_token_files
+from data import chat, sources
+from data.corpus import (
+    FORMAT,
+    FORMAT_OF_ANSWERS,
+    Corpus,
+    check_shard,
+    mask_of,
+    open_corpus,
+    open_mixture,
+    open_token_files,
+)
 from data.files import naming
 from data.readers import Document
 from data.split import LOOK, Split, is_about, plan_split
@@ -205,7 +214,8 @@ def _write_part(data: dict, folder: Path, split: Split, made: Tokenizer, part: i
         return
     if writer.groups:
         print(f"going on behind {writer.tokens:,} tokens that are prepared", flush=True)
-    stream = sources.documents(data, folder.parent / "downloads", part, parts)
+    empty: Counter = Counter()
+    stream = sources.documents(data, folder.parent / "downloads", part, parts, empty)
     groups = islice(_groups(stream), writer.groups, None)
     size = 0
     expected = sources.expected_bytes(data, part, parts) if writer.groups == 0 else None
@@ -223,6 +233,8 @@ def _write_part(data: dict, folder: Path, split: Split, made: Tokenizer, part: i
     writer.finish()
     if sys.stdout.isatty():
         print("\r\x1b[K", end="")
+    if chat.columns(data) and empty["rows"]:
+        print(f"{empty['rows']:,} rows are left out: there is no answer in them")
     seconds = time.perf_counter() - begin
     print(f"{size:,} bytes to {writer.tokens:,} tokens in {seconds:.1f} s, {size / 1e6 / seconds:.1f} MB/s", flush=True)
 
@@ -251,12 +263,21 @@ def _groups(documents: Iterable[Document]) -> Iterator[list[Document]]:
         yield group
 
 
+def encode_documents(documents: list[Document], tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray | None]:
+    """The ids of documents, one after the other, and of conversations as many flags: which of them are learned."""
+    if documents[0].learned is None:
+        return tokenizer.documents([document.text for document in documents]), None
+    pairs = [chat.encode(document.text, document.learned, tokenizer) for document in documents]
+    tokens, learned = zip(*pairs, strict=True)
+    return np.concatenate(tokens), np.concatenate(learned)
+
+
 class Encoded:
-    """Tokens of some documents of a split."""
+    """Tokens of some documents of a split, and of conversations a byte for each: whether it is learned."""
 
     def __init__(self, documents: list[Document], tokenizer: Tokenizer, lengths: np.ndarray, dtype: np.dtype):
         texts = [document.text for document in documents]
-        tokens = tokenizer.documents(texts) if texts else np.empty(0, dtype)
+        tokens, self.learned = encode_documents(documents, tokenizer) if texts else (np.empty(0, dtype), None)
         if len(tokens) and tokens.max() >= tokenizer.vocab_size:  # astype would wrap around in silence
             raise AssertionError(f"token {tokens.max()} is outside the vocabulary of {tokenizer.vocab_size}")
         self.tokens = tokens.astype(dtype)
@@ -301,14 +322,14 @@ class PartWriter:
         self.dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32)
         self.groups, self.done = 0, False
         self.splits = {name: {"documents": 0, "tokens": 0, "bytes": 0, "shards": []} for name in SPLITS}
-        self.rest = {name: [] for name in SPLITS}  # arrays that fill no shard yet
+        self.rest = {name: [] for name in SPLITS}  # arrays that fill no shard yet, of conversations in two rows: masks
         folder.mkdir(parents=True, exist_ok=True)
         if (folder / "state.json").exists():
             state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
             self.groups, self.done, self.splits = state["groups"], state["done"], state["splits"]
             if not self.done:
                 with np.load(folder / state["rest"]) as rest:
-                    self.rest = {name: [rest[name]] for name in SPLITS}
+                    self.rest = {name: [rest[name]] if name in rest else [] for name in SPLITS}
 
     @property
     def tokens(self) -> int:
@@ -322,11 +343,12 @@ class PartWriter:
             split["documents"] += some.documents
             split["tokens"] += len(some.tokens)
             split["bytes"] += some.bytes
-            self.rest[name].append(some.tokens)
-            while sum(map(len, self.rest[name])) >= SHARD_TOKENS:
-                tokens = np.concatenate(self.rest[name])
-                self._write_shard(name, tokens[:SHARD_TOKENS])
-                self.rest[name] = [tokens[SHARD_TOKENS:]]
+            if len(some.tokens):
+                self.rest[name].append(some.tokens if some.learned is None else np.stack([some.tokens, some.learned]))
+            while sum(part.shape[-1] for part in self.rest[name]) >= SHARD_TOKENS:
+                tokens = np.concatenate(self.rest[name], axis=-1)
+                self._write_shard(name, tokens[..., :SHARD_TOKENS])
+                self.rest[name] = [tokens[..., SHARD_TOKENS:]]
                 written = True
         self.groups += 1
         if written:
@@ -334,25 +356,33 @@ class PartWriter:
 
     def finish(self):
         for name, rest in self.rest.items():
-            if sum(map(len, rest)):
-                self._write_shard(name, np.concatenate(rest))
+            if sum(part.shape[-1] for part in rest):
+                self._write_shard(name, np.concatenate(rest, axis=-1))
         self.rest, self.done = {}, True
         self._save()
 
     def _write_shard(self, name: str, tokens: np.ndarray):
         shards = self.splits[name]["shards"]
         file = f"{name}_{len(shards):05d}.bin"
-        content = tokens.tobytes()
+        shard = {"file": f"{self.folder.name}/{file}", "tokens": tokens.shape[-1]}
+        tokens, *masks = np.atleast_2d(tokens)
+        shard["sha256"] = self._write_file(file, tokens)
+        for mask in masks:
+            shard["learned_sha256"] = self._write_file(Path(file).with_suffix(".learned").name, mask.astype(np.uint8))
+        shards.append(shard)
+
+    def _write_file(self, file: str, numbers: np.ndarray) -> str:
+        """-> the checksum."""
+        content = numbers.tobytes()
         _write(self.folder / file, content)
-        digest = hashlib.sha256(content).hexdigest()
-        shards.append({"file": f"{self.folder.name}/{file}", "tokens": len(tokens), "sha256": digest})
+        return hashlib.sha256(content).hexdigest()
 
     def _save(self):
         """The rest first, under a new name, then the state that names it: at any moment one of both is whole."""
         rest = f"rest_{self.groups}.npz"
         if not self.done:
             with (self.folder / rest).open("wb") as file:
-                np.savez(file, **{n: np.concatenate(r) if r else np.empty(0, self.dtype) for n, r in self.rest.items()})
+                np.savez(file, **{n: np.concatenate(r, axis=-1) for n, r in self.rest.items() if r})
                 os.fsync(file.fileno())
         state = {"groups": self.groups, "done": self.done, "rest": rest, "splits": self.splits}
         _write_json(self.folder / "state.json", state)
@@ -391,6 +421,8 @@ def merge_parts(data: dict, tokenizer: dict, folder: Path, parts: int):
         for name, split in writer.splits.items():
             for shard in split["shards"]:
                 check_shard(work, shard, writer.dtype, full=True)
+                if (mask := mask_of(shard)) is not None:
+                    check_shard(work, mask, np.dtype(np.uint8), full=True)
             for field in ("documents", "tokens", "bytes", "shards"):
                 splits[name][field] += split[field]
     for name, split in splits.items():
@@ -406,7 +438,7 @@ def merge_parts(data: dict, tokenizer: dict, folder: Path, parts: int):
     if others:
         raise ValueError(f"{others[0]} is one of another number of parts: finish those, or delete {work}")
     manifest = {
-        "format": FORMAT,
+        "format": FORMAT_OF_ANSWERS if chat.columns(data) else FORMAT,
         "dtype": writer.dtype.name,
         "vocab_size": made.vocab_size,
         "tokenizer": made.fingerprint(),

@@ -18,6 +18,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from data import chat
+
 CHUNK = 2**20  # bytes read at once
 COMPRESSED = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2", ".xz": "xz"}
 TEXT = (".txt", ".text")
@@ -50,6 +52,7 @@ class Document:
     name: str
     text: str
     file: str | None = None  # that it comes from
+    learned: chat.Spans | None = None  # of a conversation: its answers
 
 
 def find(paths: list[str], endings: tuple[str, ...] = TEXT + ROWS) -> list[str]:
@@ -111,8 +114,11 @@ def read_file(path: str, data: dict) -> Iterator[Document]:
         ".csv": _table,
         ".tsv": _table,
     }
+    reader = readers.get(ending(path), _plain_text)
+    if reader == _plain_text and chat.columns(data):
+        raise ValueError(f"{path} has no columns: {', '.join(chat.columns(data))} is for {', '.join(ROWS)}")
     try:
-        yield from readers.get(ending(path), _plain_text)(path, data)
+        yield from reader(path, data)
     except (OSError, EOFError, lzma.LZMAError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
 
@@ -122,26 +128,38 @@ def read_file(path: str, data: dict) -> Iterator[Document]:
 
 def document(row, name: str, where: str, data: dict, file: str | None = None) -> Document:
     """A row of any format as a document. `where` tells a user which row it is."""
-    return Document(name, _text(cell(row, data["column"], where), where, data["encoding_errors"]), file)
+    errors = data["encoding_errors"]
+    if not (settings := chat.columns(data)):
+        return Document(name, _text(cell(row, data["column"], where), where, errors), file)
+    template = {role: unescape(text) for role, text in data["template"].items()}
+    values = [cell(row, column, where, setting) for setting, column in settings.items()]
+    if len(values) == 1:
+        turns = chat.turns(values[0], template, where, lambda content, place: _text(content, place, errors))
+    else:
+        pairs = zip(("user", chat.ANSWERS), values, settings, strict=True)
+        turns = [(role, _text(value, where, errors, setting)) for role, value, setting in pairs]
+    text, learned = chat.render(turns, template)
+    return Document(name, text, file, learned)
 
 
 def columns(data: dict, there: list[str], where: str) -> list[str]:
     """Of the columns that are there those that `document` needs; ValueError where one is missing."""
-    column = data["column"]
-    found = column if column in there else column.split(".")[0]
-    if found not in there:
-        raise ValueError(f"{where} has no column {column}: set data.column to one of {', '.join(there)}")
-    return [found]
+    needed = []
+    for setting, column in (chat.columns(data) or {"data.column": data["column"]}).items():
+        needed.append(column if column in there else column.split(".")[0])
+        if needed[-1] not in there:
+            raise ValueError(f"{where} has no column {column}: set {setting} to one of {', '.join(there)}")
+    return needed
 
 
-def cell(row, column: str, where: str):
+def cell(row, column: str, where: str, setting: str = "data.column"):
     """The value of a column; meta.text is what is called text in the value of meta, where no column has that name."""
     if isinstance(row, dict) and column in row:
         return row[column]
     value = row
     for name in column.split("."):
         if not isinstance(value, dict) or name not in value:
-            raise ValueError(f"{where} has no {column}: set data.column, there is {_names(row)}")
+            raise ValueError(f"{where} has no {column}: set {setting}, there is {_names(row)}")
         value = value[name]
         if value is None:
             return None
@@ -156,12 +174,13 @@ def _names(row) -> str:
     return ", ".join([*row, *inside][:40]) or "none"
 
 
-def _text(value, where: str, errors: str) -> str:
+def _text(value, where: str, errors: str, setting: str = "data.column") -> str:
     """A value of a column as text; null is no text. Half a surrogate pair, which JSON can hold, is no text either."""
     if value is None:
         return ""
     if not isinstance(value, str):
-        raise ValueError(f"{where} holds no text but {type(value).__name__}: set data.column")
+        hint = ", or data.messages_column if these are messages" if isinstance(value, list) else ""
+        raise ValueError(f"{where} holds no text but {type(value).__name__}: set {setting}{hint}")
     try:
         value.encode("utf-8")
     except UnicodeEncodeError as error:

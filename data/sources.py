@@ -2,18 +2,23 @@
 
 import hashlib
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from fnmatch import fnmatch
 from itertools import islice
 from pathlib import Path
 
-from data import shakespeare
+from data import chat, shakespeare
 from data.readers import COMPRESSED, ROWS, TEXT, Document, columns, document, ending, find, read_file
 from data.split import check_names, is_file_named
 
 
-def documents(data: dict, cache: Path, part: int = 0, parts: int = 1) -> Iterator[Document]:
+def documents(
+    data: dict, cache: Path, part: int = 0, parts: int = 1, empty: Counter | None = None
+) -> Iterator[Document]:
     """The documents of a source (the group `data`), always in the same order, empty ones left out.
+
+    `empty` counts these.
 
     Of several `parts` that are prepared on their own, one: every parts-th file, or play, or the Hub's own shards.
     """
@@ -25,7 +30,11 @@ def documents(data: dict, cache: Path, part: int = 0, parts: int = 1) -> Iterato
     else:
         paths = find(data["paths"])[part::parts]
         found = (one for path in paths for one in read_file(path, data))
-    return (one for one in found if one.text)
+    for one in found:
+        if one.text:
+            yield one
+        elif empty is not None:
+            empty["rows"] += 1
 
 
 def check(data: dict):
@@ -61,13 +70,15 @@ def identity(data: dict) -> dict:
     if data["source"] == "shakespeare":
         script = Path(shakespeare.__file__)  # its own rules count
         return {"wheel": shakespeare.WHEEL_SHA256, "script": hashlib.sha256(script.read_bytes()).hexdigest()}
+    rows = ("column", "encoding_errors")
+    rows += (*chat.COLUMNS, "template") if chat.columns(data) else ()
     if data["source"] == "hub":
-        return {name: data[name] for name in ("repo", "config", "split", "revision", "column", "encoding_errors")}
+        return {name: data[name] for name in ("repo", "config", "split", "revision", *rows)}
     paths = [Path(path) for path in find(data["paths"])]
     files = [[str(p), p.stat().st_size, p.stat().st_mtime_ns] for p in paths]
     if any(ending(p.name) in ROWS and not re.search(r"\.(jsonl|ndjson|parquet)(\.gz|\.zst)?$", p.name) for p in paths):
         files.append("rows")  # that once were read as plain text
-    return {"files": files} | {name: data[name] for name in ("separator", "column", "encoding_errors")}
+    return {"files": files} | {name: data[name] for name in ("separator", *rows)}
 
 
 def expected_bytes(data: dict, part: int, parts: int) -> int | None:

@@ -52,21 +52,27 @@ def plan_split(some: list[Document], complete: bool, validation: list[str], shar
 
     `validation` names the documents to hold out, by patterns. Where it is empty a hash of each text decides, so that
     adding documents moves no other, and about `share` of them are held out; of very long ones the end. If all are known
-    and that is not about `share` of the text, see `choose`. A document that is alone is cut in two.
+    and that is not about `share` of the text, see `choose`. A document that is alone is cut in two. No
+    conversation is ever cut.
     """
     sizes = [len(document.text) for document in some]
+    whole = some[0].learned is not None
     if validation:
         for pattern in validation:
             if complete and not any(is_named(document, pattern) for document in some):
                 hint = similar(pattern, [document.name for document in some])
                 raise ValueError(f"data.validation: no document matches {pattern}{hint}")
         split = Split(validation, 0.0)
+    elif complete and len(some) == 1 and whole:
+        raise ValueError(f"{some[0].name} is the only conversation: one more is needed, to hold out")
     elif complete and len(some) == 1:
         split = Split([], 0.0, cut=share)
         if not all(piece.text for piece in cut_end(some[0], share)):
             raise ValueError(f"{some[0].name} is too short to hold out {share:.0%} of it, got {sizes[0]} characters")
     elif complete:
-        split = choose([share_hash(document.text) for document in some], sizes, share)
+        split = choose([share_hash(document.text) for document in some], sizes, share, whole)
+    elif whole:
+        split = Split([], share)
     else:  # a twentieth of what is known, at most, hangs on one hash
         split = Split([], share, cut=share, longest=max(share / 4, 0.01) * max(sum(sizes), LOOK))
     if complete and all(which == "validation" for document in some for which, _ in split.pieces(document)):
@@ -74,11 +80,12 @@ def plan_split(some: list[Document], complete: bool, validation: list[str], shar
     return split
 
 
-def choose(hashes: list[float], sizes: list[int], share: float) -> Split:
+def choose(hashes: list[float], sizes: list[int], share: float, whole: bool = False) -> Split:
     """Of documents, files or whatever has a hash and a size, about `share` of all of it.
 
     Those with a hash below `share`, if that is about right; else those with the lowest hashes among all that are no
     larger than twice the part asked for, or no larger than it, while larger ones give their end; else the smallest.
+    None is cut if they are to stay `whole`.
     """
     total = sum(sizes)
 
@@ -106,7 +113,11 @@ def choose(hashes: list[float], sizes: list[int], share: float) -> Split:
         return abs(math.log(held / share)) + abs(math.log((1 - held) / (1 - share))) if 0 < held < 1 else math.inf
 
     smallest, its_hash = min(zip(sizes, hashes, strict=True))
-    candidates = [Split([], share), *(lowest(longest) for longest in (2 * share * total, share * total, 0))]
+    candidates = [
+        Split([], share),
+        *(lowest(longest) for longest in (2 * share * total, share * total, 0)[: 0 if whole else 3]),
+    ]
+    candidates += [lowest(total)] if whole else []
     candidates.append(Split([], math.nextafter(its_hash, 1), cut=0.0, longest=smallest))
     return next((split for split in candidates if is_about(held_by(split), share)), min(candidates, key=distance))
 

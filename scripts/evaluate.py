@@ -17,7 +17,7 @@ from conf.entry import check_output, entry_point
 from conf.schema import Evaluate
 from data import sources
 from data.corpus import Corpus, Tokens
-from data.prepare import prepare, saved_tokenizer
+from data.prepare import encode_documents, prepare, saved_tokenizer
 from data.tokenizer import Tokenizer, load_tokenizer
 from insight import ngrams, report
 from model import GPT
@@ -38,10 +38,11 @@ def main(cfg: Evaluate):
 
     if cfg.data is not None and cfg.data.source == "files":  # all that is named is meant
         documents = sources.documents(asdict(cfg.data), cache=Path("corpora/downloads"))
-        texts = [document.text for document in documents]
-        if not texts:
+        documents = list(documents)
+        if not documents:
             raise ValueError(f"data.paths: the files are empty: {', '.join(cfg.data.paths)}")
-        text = Tokens([tokenizer.documents(texts)])
+        tokens, learned = encode_documents(documents, tokenizer)
+        text = Tokens([tokens], learned=None if learned is None else Tokens([learned]))
         name = ", ".join(cfg.data.paths)
     else:
         corpus = trained_on(folder, tokenizer) if cfg.data is None else prepared(folder, tokenizer, asdict(cfg.data))
@@ -58,13 +59,18 @@ def main(cfg: Evaluate):
         "autocast": auto.autocast(model.embedding.weight.device, about["precision"]),
         "progress": bar("evaluating"),
     }
+    if cfg.report and text.learned is not None:
+        raise ValueError(
+            "report=true is about every token of a text, and of conversations only answers count: leave it"
+        )
     if cfg.report:
         training = training_text(folder, tokenizer)
         figures = {"checkpoint": str(folder), "step": about["step"], "text": name, "seq_len": seq_len, "stride": stride}
         figures |= measure(cfg, model, tokenizer, text, training, seq_len, stride, how)
         result = Evaluation(figures["nats"], figures["tokens"], figures["bytes"])
     else:
-        result = evaluate(model, text.read, len(text), tokenizer.token_lengths(), seq_len=seq_len, stride=stride, **how)
+        how |= {"seq_len": seq_len, "stride": stride, "learned": text.learned}
+        result = evaluate(model, text.read, len(text), tokenizer.token_lengths(), **how)
     if not math.isfinite(result.nats):  # of finite weights: they multiply to what no number can hold
         raise ValueError(f"the loss of {folder} is {result.nats}, not finite: did its training diverge?")
     print(f"checkpoint     {folder}, {about['step']} steps")

@@ -56,6 +56,7 @@ def evaluate(
     n_tokens: int,
     token_lengths: np.ndarray,
     *,
+    learned=None,
     seq_len: int,
     stride: int | None = None,
     batch: int = 32,
@@ -66,12 +67,18 @@ def evaluate(
     """Scores a text of n_tokens tokens, of which read(start, length) gives a part.
 
     token_lengths (vocab,): bytes of text in each token. `limit`: about so many tokens, in evenly spread windows; None:
-    all. The model is put in evaluation mode meanwhile; no random number is drawn. Each rank scores its share.
+    all. `learned`: anything of which read(start, length) is 0 for tokens that are not scored, see Tokens; windows
+    without others are left out. The model is put in evaluation mode meanwhile; no random number is drawn. Each rank
+    scores its share.
     """
     device = next(model.parameters()).device
     if n_tokens < 2:
         raise ValueError(f"there must be at least 2 tokens to predict one from another, got {n_tokens}")
     plan = windows(n_tokens, seq_len, seq_len if stride is None else stride)
+    if learned is not None:
+        plan = [one for one in plan if learned.read(one[0] + one[1] - one[2] + 1, one[2]).any()]
+        if not plan:
+            raise ValueError("there is nothing to score: no answer is in the text")
     if limit is not None and limit < n_tokens:
         keep = max(1, limit // seq_len)
         plan = [plan[i * len(plan) // keep] for i in range(min(keep, len(plan)))]
@@ -82,7 +89,7 @@ def evaluate(
     model.eval()
     nats, tokens, size = torch.zeros((), dtype=torch.float64), 0, 0
     for some in progress([share[i : i + batch] for i in range(0, len(share), batch)]):
-        inputs, targets = _rows(read, some, seq_len)
+        inputs, targets = _rows(read, some, seq_len, learned)
         size += int(token_lengths[targets[targets != IGNORE]].sum())
         with autocast or torch.autocast(device.type, enabled=False):
             loss, count = model(_to(inputs, device), targets=_to(targets, device))
@@ -93,7 +100,9 @@ def evaluate(
     return Evaluation(nats, int(tokens), int(size))
 
 
-def _rows(read: Callable, some: list[tuple[int, int, int]], seq_len: int) -> tuple[np.ndarray, np.ndarray]:
+def _rows(
+    read: Callable, some: list[tuple[int, int, int]], seq_len: int, learned=None
+) -> tuple[np.ndarray, np.ndarray]:
     """Inputs and targets (rows, seq_len); a short window is filled up at its end, where causality hides it."""
     inputs = np.zeros((len(some), seq_len), np.int64)
     targets = np.full((len(some), seq_len), IGNORE, np.int64)
@@ -101,6 +110,8 @@ def _rows(read: Callable, some: list[tuple[int, int, int]], seq_len: int) -> tup
         tokens = read(start, length + 1)
         inputs[row, :length] = tokens[:-1]
         targets[row, length - scored : length] = tokens[1:][length - scored :]
+        if learned is not None:
+            targets[row, :length][learned.read(start + 1, length) == 0] = IGNORE
     return inputs, targets
 
 
