@@ -342,6 +342,8 @@ def parse(cfg: DictConfig, schema: type = Train):
     except MissingMandatoryValue as error:
         raise ValueError(f"{error.full_key} is needed: give {error.full_key}=...") from error
     except OmegaConfBaseException as error:
+        if isinstance(error.__cause__, ValueError):  # a resolver's own words
+            raise ValueError(str(error.__cause__)) from error
         reason, key = _reason(error), error.full_key or _culprit(cfg, schema)
         raise ValueError(f"{key}: {reason}" if key else reason) from error
     _expand_paths(parsed)

@@ -44,6 +44,10 @@ def trained(tmp_path_factory, llama_tokenizer):
     (folder / "notes").mkdir()
     text = (folder / "books" / "emma.txt").read_text()
     (folder / "notes" / "a.jsonl").write_text("\n".join(json.dumps({"body": text + str(i)}) for i in range(20)))
+    pairs = [(f"who wrote to {i} friends", f"{name} did") for i, name in enumerate(["emma", "persuasion"] * 10)]
+    rows = ([{"role": "user", "content": one}, {"role": "assistant", "content": other}] for one, other in pairs)
+    (folder / "chat.jsonl").write_text("\n".join(json.dumps({"messages": row}) for row in rows))
+    (folder / "faq.csv").write_text("question,answer\n" + "".join(f"{one},{other}\n" for one, other in pairs))
     (folder / "prompts.txt").write_text("emma\n\npersuasion wrote 3\n")
     (folder / "tokens").mkdir()
     np.tile(np.arange(257, dtype=np.uint16), 20).tofile(folder / "tokens" / "a.ds")
@@ -95,6 +99,9 @@ def miniature(line: str) -> list[str]:
             taken |= {"steps", "schedule.warmup"}
         short = {"steps": "steps=6", "epochs": "epochs=0.2"}
         own = [short.get(word.split("=")[0], word) for word in own]
+        if "experiment=finetune" in own:
+            taken |= {"data", "tokenizer.vocab_size"}
+        own = ["steps=6" if word.startswith("steps=") else word for word in own]
         return [str(REPOSITORY / "train.py"), *own, *(word for word in ours if word.split("=")[0] not in taken)]
     if words[1] == "scripts.prepare":
         return [*words, *TEXT[: 2 if "tokenizer=bytes" in words else 3]]
