@@ -342,9 +342,9 @@ def parse(cfg: DictConfig, schema: type = Train):
     except MissingMandatoryValue as error:
         raise ValueError(f"{error.full_key} is needed: give {error.full_key}=...") from error
     except OmegaConfBaseException as error:
-        if isinstance(error.__cause__, ValueError):  # a resolver's own words
-            raise ValueError(str(error.__cause__)) from error
         reason, key = _reason(error), error.full_key or _culprit(cfg, schema)
+        if own := reason.partition("ValueError raised while resolving interpolation: ")[2]:
+            raise ValueError(own) from error
         raise ValueError(f"{key}: {reason}" if key else reason) from error
     _expand_paths(parsed)
     _check_ranges(parsed)
