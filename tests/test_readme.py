@@ -101,7 +101,6 @@ def miniature(line: str) -> list[str]:
         own = [short.get(word.split("=")[0], word) for word in own]
         if "experiment=finetune" in own:
             taken |= {"data", "tokenizer.vocab_size"}
-        own = ["steps=6" if word.startswith("steps=") else word for word in own]
         return [str(REPOSITORY / "train.py"), *own, *(word for word in ours if word.split("=")[0] not in taken)]
     if words[1] == "scripts.prepare":
         return [*words, *TEXT[: 2 if "tokenizer=bytes" in words else 3]]
