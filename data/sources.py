@@ -30,6 +30,10 @@ def documents(
     else:
         paths = find(data["paths"])[part::parts]
         found = (one for path in paths for one in read_file(path, data))
+    return _not_empty(found, empty)
+
+
+def _not_empty(found: Iterable[Document], empty: Counter | None) -> Iterator[Document]:
     for one in found:
         if one.text:
             yield one
