@@ -34,7 +34,7 @@ TRAIN = str(REPOSITORY / "train.py")
         ([TRAIN, "name=${"], "name"),
         ([TRAIN, "+steps=3"], "steps is there already: give steps=... without +"),
         ([TRAIN, "hydra.run.dir=${nope}"], "hydra.run.dir: Interpolation key 'nope' not found"),
-        ([TRAIN, "experiment="], "experiment= is unknown: there are fineweb_124m, smoke, tinyshakespeare"),
+        ([TRAIN, "experiment="], "experiment= is unknown: there are finetune, fineweb_124m, smoke, tinyshakespeare"),
         (["-m", "scripts.evaluate", "checkpoint=x", "data.paths=[x]"], "give data=files or data=repository, too"),
         (["-m", "scripts.evaluate", "checkpoint=."], "there is no checkpoint in .: no checkpoints/step_* in it"),
         (["-m", "scripts.prepare", "data=files", "data.paths=[x.txt]"], "data.paths: no file matches x.txt"),

@@ -1,6 +1,8 @@
 import copy
+import json
 import math
 from dataclasses import asdict, fields, is_dataclass
+from pathlib import Path
 from typing import get_args
 
 import pytest
@@ -53,12 +55,21 @@ NEEDS = {
     "tokenizer=json": ["tokenizer.path=tokenizer.json"],
     "experiment=tinyshakespeare": ["data.paths=[tinyshakespeare.txt]"],
     "tokenizer=saved": ["tokenizer.path=corpora/a/tokenizer"],
+    "data=chat": ["data.paths=[chat.jsonl]"],
+    "model=from_checkpoint": ["init_from=begun"],
+    "tokenizer=from_checkpoint": ["init_from=begun"],
+    "experiment=finetune": ["init_from=begun", "data.paths=[chat.jsonl]"],
 }
 
 
 @pytest.mark.parametrize("override", EVERY_YAML)
 def test_every_yaml_composes_and_builds(settings, override):
-    cfg = settings(override, *NEEDS.get(override, []))
+    needs = NEEDS.get(override, [])
+    if "init_from=begun" in needs:
+        begun = GPT(300, **asdict(settings("model=nano").model)).arguments
+        Path("begun").mkdir()
+        Path("begun/model.json").write_text(json.dumps({"arguments": begun, "seq_len": 128}))
+    cfg = settings(override, *needs)
     model = GPT(300, **asdict(cfg.model))
     settings = asdict(cfg.optimizer)
     settings.pop("clip")
