@@ -11,6 +11,7 @@ groups and one unfinished shard a split, whatever the corpus; a single document 
 
 import hashlib
 import json
+import math
 import os
 import sys
 import time
@@ -29,6 +30,7 @@ from data.corpus import (
     FORMAT,
     FORMAT_OF_ANSWERS,
     Corpus,
+    Tokens,
     check_shard,
     mask_of,
     open_corpus,
@@ -90,6 +92,7 @@ def _say_share(corpus: Corpus, data: dict) -> Corpus:
 
 def corpus_folder(data: dict, tokenizer: dict, root: Path) -> Path:
     text = {name: data[name] for name in ("source", "max_tokens", "validation", "validation_share")}
+    text |= {} if data["max_tokens"] is None else {"cut": True}  # corpora before had more tokens
     vocabulary = {**tokenizer, "path": None}
     if tokenizer["path"] is not None:  # what it holds counts, not where it is
         path = Path(tokenizer["path"])
@@ -216,19 +219,20 @@ def _write_part(data: dict, folder: Path, split: Split, made: Tokenizer, part: i
         print(f"going on behind {writer.tokens:,} tokens that are prepared", flush=True)
     empty: Counter = Counter()
     stream = sources.documents(data, folder.parent / "downloads", part, parts, empty)
-    groups = islice(_groups(stream), writer.groups, None)
+    each, left = divmod(data["max_tokens"], parts) if data["max_tokens"] is not None else (math.inf, 0)
+    limit = each + (part < left)
+    groups = _until_full(islice(_groups(stream), writer.groups, None), split, writer, limit)
     size = 0
     expected = sources.expected_bytes(data, part, parts) if writer.groups == 0 else None
     for group in _encoded(groups, split, made, writer.dtype):
-        if data["max_tokens"] is not None and writer.tokens * parts >= data["max_tokens"]:
-            break
+        group["train"].cut(limit - writer.tokens, made)
         writer.add(group)
         size += sum(some.bytes for some in group.values())
         seconds = time.perf_counter() - begin
         if seconds - shown > (1 if sys.stdout.isatty() else 30):
             shown = seconds
             done = [size / expected] if expected else []
-            done += [writer.tokens * parts / data["max_tokens"]] if data["max_tokens"] is not None else []
+            done += [writer.tokens / limit] if limit < math.inf else []
             _show(size, seconds, writer.tokens, max(done, default=None))
     writer.finish()
     if sys.stdout.isatty():
@@ -263,6 +267,21 @@ def _groups(documents: Iterable[Document]) -> Iterator[list[Document]]:
         yield group
 
 
+def _until_full(
+    groups: Iterable[list[Document]], split: Split, writer: "PartWriter", limit: float
+) -> Iterator[list[Document]]:
+    """Groups until `limit` tokens to train on are written and something is held out.
+
+    Of documents that are named to be held out each is looked for to the end, and the others are passed over.
+    """
+    for group in groups:
+        if writer.tokens >= limit:
+            if not split.patterns and writer.splits["validation"]["tokens"]:
+                return
+            group = [document for document in group if any(which != "train" for which, _ in split.pieces(document))]
+        yield group
+
+
 def encode_documents(documents: list[Document], tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray | None]:
     """The ids of documents, one after the other, and of conversations as many flags: which of them are learned."""
     if documents[0].learned is None:
@@ -288,6 +307,15 @@ class Encoded:
                 f"of {documents[0].name} and what follows, {self.bytes:,} bytes, the tokens hold {kept:,}: "
                 "tokenizer.pattern must match any text"
             )
+
+    def cut(self, n: float, tokenizer: Tokenizer):
+        """Keeps the first n tokens; none where n is not above 0."""
+        if n >= len(self.tokens):
+            return
+        self.tokens = self.tokens[: max(0, int(n))]
+        self.learned = None if self.learned is None else self.learned[: len(self.tokens)]
+        self.documents = len(tokenizer.document_bounds(Tokens([self.tokens]))[0]) if len(self.tokens) else 0
+        self.bytes = int(tokenizer.token_lengths()[self.tokens].sum())
 
 
 def _encoded(
@@ -427,9 +455,10 @@ def merge_parts(data: dict, tokenizer: dict, folder: Path, parts: int):
                 splits[name][field] += split[field]
     for name, split in splits.items():
         if split["documents"] == 0:
+            limit = "" if data["max_tokens"] is None else f", within data.max_tokens {data['max_tokens']}"
             raise ValueError(
                 f"no document is there for {name}: data.validation {data['validation']} and "
-                f"data.validation_share {data['validation_share']} must leave some for both"
+                f"data.validation_share {data['validation_share']} must leave some for both{limit}"
             )
     plan = json.loads((work / "plan.json").read_text(encoding="utf-8"))
     if plan["source_hash"] != _source_hash(data):

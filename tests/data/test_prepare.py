@@ -121,7 +121,8 @@ def test_a_pattern_that_loses_text_is_refused(data):
 
 @pytest.mark.parametrize("killed", [False, True])
 def test_max_tokens_ends_early(data, monkeypatch, killed):
-    """Also where a run that was killed just before its end goes on."""
+    """Also where a run that was killed just before its end resumes; the last document is cut."""
+    whole = prepare(data | {"validation": ["0.txt"]}, BYTES)
     monkeypatch.setattr(prepare_module, "GROUP_CHARS", 100)
     data |= {"validation": ["0.txt"], "max_tokens": 1000}
     if killed:
@@ -129,7 +130,40 @@ def test_max_tokens_ends_early(data, monkeypatch, killed):
         with monkeypatch.context() as patch, pytest.raises(KeyError):
             patch.setattr(prepare_module.PartWriter, "finish", lambda self: {}["killed"])
             prepare(data, BYTES)
-    assert len(prepare(data, BYTES).train) == 2 * 551  # whole documents, up to the one that reaches it
+    corpus = prepare(data, BYTES)
+    assert corpus.train.read(0, len(corpus.train)).tolist() == whole.train.read(0, 1000).tolist()
+    assert corpus.manifest["splits"]["train"] | {"shards": []} == {
+        "documents": 2,
+        "tokens": 1000,
+        "bytes": 999,  # and one end of a document
+        "shards": [],
+    }
+
+
+def test_max_tokens_holds_for_a_single_text_and_several_parts(data, monkeypatch):
+    monkeypatch.setattr(prepare_module, "GROUP_CHARS", 100)
+    Path("one").mkdir()
+    Path("one", "long.txt").write_text("0123456789\n" * 500)
+    one = prepare(data | {"paths": ["one/*.txt"], "validation": [], "max_tokens": 100}, BYTES)
+    assert len(one.train) == 100 and len(one.validation) > 0
+    data |= {"validation": ["0.txt"], "max_tokens": 100}
+    folder = one.folder.with_name("parts")
+    for part in range(3):
+        prepare_part(data, BYTES, folder, part, 3)
+    merge_parts(data, BYTES, folder, 3)
+    assert len(open_corpus(folder).train) == 100
+
+
+def test_what_is_named_for_validation_is_found_after_max_tokens_too(data, monkeypatch):
+    monkeypatch.setattr(prepare_module, "GROUP_CHARS", 100)
+    last = "4.txt"
+    named = prepare(data | {"validation": [last]}, BYTES)
+    corpus = prepare(data | {"validation": [last], "max_tokens": 10}, BYTES)
+    assert len(corpus.train) == 10
+    assert (
+        corpus.validation.read(0, len(corpus.validation)).tolist()
+        == named.validation.read(0, len(named.validation)).tolist()
+    )
 
 
 def test_workers_that_share_the_files_make_the_corpus_of_one(data):
