@@ -19,6 +19,7 @@ from omegaconf import OmegaConf
 from conf.entry import entry_point
 from conf.schema import Train, check_warmup
 from data.batches import ORDER, make_batches
+from data.corpus import learned_from
 from data.files import naming
 from data.prepare import planned_vocabulary, prepare
 from model import GPT, generate
@@ -79,7 +80,8 @@ def _train(cfg: Train, run: Path, group: str | None, began: float) -> int:
         return 0
 
     # --- the text ---
-    corpus = prepare(asdict(cfg.data), asdict(cfg.tokenizer))
+    known = learned_from(about, folder) if folder is not None else None
+    corpus = prepare(asdict(cfg.data), asdict(cfg.tokenizer), known=known)
     corpus.check_length(cfg.seq_len)
     tokenizer, token_lengths = corpus.tokenizer, corpus.tokenizer.token_lengths()
     rows, ranks = cfg.batch_tokens // cfg.seq_len, distributed.size()
@@ -197,6 +199,7 @@ def _train(cfg: Train, run: Path, group: str | None, began: float) -> int:
         weights, about = checkpoint.snapshot(model)
         about |= {"step": step, "seq_len": cfg.seq_len, "precision": choices["precision"], "data": asdict(cfg.data)}
         about |= {"tokenizer": asdict(cfg.tokenizer), "tokenizer_hash": tokenizer.fingerprint(), "batch_order": order}
+        about |= {"corpus": {"folder": str(corpus.folder), "fingerprint": corpus.fingerprint()}}
         figures = ("loss", "validation_loss", "bits_per_byte", "compared_loss")
         about |= {name: row[name] for name in figures if name in row}
         memory = {

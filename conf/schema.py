@@ -71,7 +71,7 @@ class Model:
 
 @dataclass
 class Data:
-    source: str = one_of("shakespeare", "files", "hub", "tokens", "mixture")
+    source: str = one_of("shakespeare", "files", "hub", "tokens", "corpus", "mixture")
     paths: list[str] = a_path()
     separator: str | None
     column: str = a_name()
@@ -467,7 +467,9 @@ def _check_data(data: Data):
         raise ValueError("data=hub needs data.repo, got null: give for example data.repo=roneneldan/TinyStories")
     if data.source == "mixture" and not data.corpora:
         raise ValueError("data=mixture needs data.corpora, for example data.corpora='{corpora/A: 0.7, corpora/B: 0.3}'")
-    if data.source in ("tokens", "mixture") and data.max_tokens is not None:
+    if data.source == "corpus" and len(data.paths) != 1:
+        raise ValueError(f"data=corpus needs one folder, data.paths='[corpora/NAME]', got {data.paths}")
+    if data.source in ("tokens", "corpus", "mixture") and data.max_tokens is not None:
         raise ValueError(f"data.max_tokens has no use for data={data.source}, got {data.max_tokens}")
     if data.separator == "":
         raise ValueError("data.separator must hold at least one character, or be null, got an empty text")

@@ -175,6 +175,32 @@ def mask_of(shard: dict) -> dict | None:
     return shard | {"file": str(Path(shard["file"]).with_suffix(".learned")), "sha256": shard["learned_sha256"]}
 
 
+@dataclass
+class Known:
+    """The corpus that a checkpoint has learned from: where it was, its fingerprint, and where the checkpoint is."""
+
+    folder: str
+    fingerprint: str
+    checkpoint: Path
+
+    def find(self) -> Corpus | None:
+        """Where it was, or in a folder corpora here or beside the checkpoint's runs; None where it is not whole."""
+        above = [Path(), *self.checkpoint.resolve().parents[:4]]
+        for place in [Path(self.folder), *(folder / "corpora" / Path(self.folder).name for folder in above)]:
+            try:
+                corpus = open_corpus(place)
+            except ValueError:  # not there, or damaged: it is prepared anew
+                continue
+            if corpus.fingerprint() == self.fingerprint:
+                return corpus
+        return None
+
+
+def learned_from(about: dict, checkpoint: Path) -> Known | None:
+    """The corpus that the model.json of a checkpoint's folder, `about`, names; None where it names none."""
+    return Known(**about["corpus"], checkpoint=checkpoint) if "corpus" in about else None
+
+
 _MEND = "delete {} and start again to prepare it anew"
 
 

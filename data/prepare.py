@@ -30,6 +30,7 @@ from data.corpus import (
     FORMAT,
     FORMAT_OF_ANSWERS,
     Corpus,
+    Known,
     Tokens,
     check_shard,
     mask_of,
@@ -57,20 +58,34 @@ SPLITS = ("train", "validation")
 TOKENS = (".ds", ".bin")  # how files of tokens are called
 
 
-def prepare(data: dict, tokenizer: dict, root: Path = Path("corpora")) -> Corpus:
+def prepare(data: dict, tokenizer: dict, root: Path = Path("corpora"), known: Known | None = None) -> Corpus:
     """The corpus of these settings (the groups `data` and `tokenizer`), made if it is not there yet.
 
     Its folder is named after the settings and the state of the source, so a changed file or setting makes another
-    corpus. Of several processes that ask at once, one works and the others wait. Token files, and a mixture of corpora
-    that are there, are opened as they are.
+    corpus. Of several processes that ask at once, one works and the others wait. Token files, a corpus that is there,
+    and a mixture of such, are opened as they are. `known`, which a checkpoint has learned from with the same settings,
+    is taken where the files are gone, or are others with the same content: it needs its text no more.
     """
+    if data["source"] == "corpus":
+        return open_corpus(data["paths"][0])
     if data["source"] == "mixture":
         return open_mixture(data["corpora"])
     if data["source"] == "tokens":
         made = make_tokenizer(tokenizer, [], [])
         files = sources.find(data["paths"], TOKENS)
         return _say_share(open_token_files(files, made, data["validation"], data["validation_share"]), data)
-    folder = corpus_folder(data, tokenizer, root)
+    try:
+        folder = corpus_folder(data, tokenizer, root)
+    except ValueError:  # no such files
+        if known is None or (corpus := known.find()) is None:
+            raise
+        print(f"the text is not here any more: taking {corpus.folder}, which was made from it")
+        return corpus
+    if not folder.exists() and known is not None and (corpus := known.find()) is not None:
+        content = sources.content(data)
+        if content is None or content == corpus.manifest.get("content"):
+            print(f"the text is as it was: taking {corpus.folder}, which was made from it")
+            return corpus
     if not folder.exists():
         root.mkdir(parents=True, exist_ok=True)
         with FileLock(root / f".{folder.name}.lock"):
@@ -183,8 +198,8 @@ ENCODINGS = {"gpt2": 50257, "r50k_base": 50257, "p50k_base": 50281, "cl100k_base
 
 def planned_vocabulary(data: dict, tokenizer: dict) -> tuple[int, str]:
     """How many tokens these settings will give, as far as can be said without the text, and where that comes from."""
-    if data["source"] == "mixture":
-        folder = Path(next(iter(data["corpora"]))) / "tokenizer"
+    if data["source"] in ("corpus", "mixture"):
+        folder = Path(next(iter(data["corpora"] or data["paths"]))) / "tokenizer"
         return load_tokenizer(folder).vocab_size, str(folder)
     kind = tokenizer["kind"]
     if kind == "bpe":
@@ -473,6 +488,7 @@ def merge_parts(data: dict, tokenizer: dict, folder: Path, parts: int):
         "tokenizer": made.fingerprint(),
         "source": {**data, **sources.identity(data)},
         "source_hash": plan["source_hash"],
+        "content": sources.content(data),
         "split": plan["split"],
         "splits": splits,
     }

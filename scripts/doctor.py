@@ -15,7 +15,7 @@ from torch import Tensor
 
 from conf.entry import check_output, entry_point
 from conf.schema import Doctor
-from data.corpus import open_corpus
+from data.corpus import learned_from, open_corpus
 from data.prepare import corpus_folder, prepare
 from data.tokenizer import Tokenizer, load_tokenizer
 from insight import doctor
@@ -88,7 +88,7 @@ def trained_model(path: str, device: str) -> Patient:
     about, device = checkpoint.read_about(folder), auto.choose_device(device)
     model, tokenizer = checkpoint.load_model(folder, device, finite=False), load_tokenizer(folder / "tokenizer")
     seq_len = min(about["seq_len"], model.max_seq_len)
-    text, ids, where = held_out_text(about, tokenizer)
+    text, ids, where = held_out_text(about, folder, tokenizer)
     if ids is None:
         beginnings = [[tokenizer.end_of_text]] * ROWS
         columns = list(generate(model, beginnings, seq_len, overflow="slide"))
@@ -111,17 +111,20 @@ def trained_model(path: str, device: str) -> Patient:
     )
 
 
-def held_out_text(about: dict, tokenizer: Tokenizer) -> tuple[str | None, Tensor | None, str]:
+def held_out_text(about: dict, checkpoint_folder: Path, tokenizer: Tokenizer) -> tuple[str | None, Tensor | None, str]:
     """(text, its ids by the checkpoint's own tokenizer, where it is from); None for what is not here."""
     if "data" not in about or "tokenizer" not in about:
         return None, None, "written by the model: it names none"
+    known, why = learned_from(about, checkpoint_folder), None
     try:
         folder = corpus_folder(about["data"], about["tokenizer"], Path("corpora"))
+        corpus = open_corpus(folder) if folder.exists() else known and known.find()
+        why = f"{folder} is not here, scripts.prepare makes it"
     except ValueError as error:
-        return None, None, f"written by the model: {error}"
-    if not folder.exists():
-        return None, None, f"written by the model: {folder} is not here, scripts.prepare makes it"
-    corpus = open_corpus(folder)
+        corpus, why = known and known.find(), error
+    if corpus is None:
+        return None, None, f"written by the model: {why}"
+    folder = corpus.folder
     text = corpus.tokenizer.decode(corpus.validation.read(0, min(len(corpus.validation), 2**14)))
     try:
         ids = torch.from_numpy(tokenizer.encode(text).astype("int64"))

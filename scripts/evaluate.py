@@ -16,7 +16,7 @@ from conf.console import visible
 from conf.entry import check_output, entry_point
 from conf.schema import Evaluate
 from data import sources
-from data.corpus import Corpus, Tokens
+from data.corpus import Corpus, Tokens, learned_from
 from data.prepare import encode_documents, prepare, saved_tokenizer
 from data.tokenizer import Tokenizer, load_tokenizer
 from insight import ngrams, report
@@ -99,7 +99,9 @@ def trained_on(folder: Path, tokenizer: Tokenizer) -> Corpus:
 
 def prepared(folder: Path, tokenizer: Tokenizer, data: dict, settings: dict | None = None) -> Corpus:
     """A corpus in the checkpoint's tokenizer, of which there may be settings other than to take it from there."""
-    corpus = prepare(data, saved_tokenizer(folder / "tokenizer") if settings is None else settings)
+    about = checkpoint.read_about(folder)
+    known = learned_from(about, folder) if data == about.get("data") else None
+    corpus = prepare(data, saved_tokenizer(folder / "tokenizer") if settings is None else settings, known=known)
     if corpus.tokenizer.fingerprint() != tokenizer.fingerprint():
         raise ValueError(f"{corpus.folder} has another tokenizer than {folder}: is it the same text?")
     return corpus

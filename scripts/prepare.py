@@ -12,7 +12,7 @@ from conf.entry import entry_point
 from conf.schema import Prepare, Train, parse
 from data import prepare
 from data.batches import IGNORE, ORDER, make_batches
-from data.corpus import Corpus, Tokens, open_corpus
+from data.corpus import Corpus, Tokens, learned_from, open_corpus
 from training import checkpoint
 
 
@@ -21,11 +21,11 @@ def main(cfg: Prepare, action: str | None):
     if action == "show" and cfg.run is not None:
         cfg = settings_of(Path(cfg.run), cfg)
     data, tokenizer = asdict(cfg.data), asdict(cfg.tokenizer)
-    folder = None
-    if cfg.data.source not in ("tokens", "mixture"):
-        folder = prepare.corpus_folder(data, tokenizer, Path("corpora"))
-    if cfg.num_shards > 1 and folder is None:
+    if (cfg.num_shards > 1 or action == "merge") and cfg.data.source in ("tokens", "corpus", "mixture"):
         raise ValueError(f"data={cfg.data.source} is prepared already: num_shards has no use here")
+    folder = None
+    if cfg.num_shards > 1 or action == "merge":
+        folder = prepare.corpus_folder(data, tokenizer, Path("corpora"))
     if cfg.num_shards > 1 and folder.exists():
         print(f"prepared already: {folder}")
     elif action == "merge":
@@ -35,11 +35,12 @@ def main(cfg: Prepare, action: str | None):
             raise ValueError(f"num_shards={cfg.num_shards} needs shard_index, 0 to {cfg.num_shards - 1}, or `merge`")
         prepare.prepare_part(data, tokenizer, folder, cfg.shard_index, cfg.num_shards)
         return
-    corpus = prepare.prepare(data, tokenizer)
+    steps = checkpoint.steps(Path(cfg.run)) if action == "show" and cfg.run is not None else []
+    about = checkpoint.read_about(steps[0]) if steps else {}
+    corpus = prepare.prepare(data, tokenizer, known=learned_from(about, steps[0]) if steps else None)
     if action == "show":
         corpus.check_length(cfg.seq_len)
-        steps = [] if cfg.run is None else checkpoint.steps(Path(cfg.run))
-        show(corpus, cfg, checkpoint.read_about(steps[0]).get("batch_order", 1) if steps else ORDER)
+        show(corpus, cfg, about.get("batch_order", 1) if steps else ORDER)
         return
     print(f"corpus      {corpus.folder}, vocabulary {corpus.tokenizer.vocab_size:,}")
     for name, split in corpus.manifest["splits"].items():

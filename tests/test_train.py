@@ -172,6 +172,38 @@ def test_another_architecture_or_tokenizer_is_not_resumed(run, tmp_path):
             run("one", "resume=auto", *changed)
 
 
+@pytest.mark.parametrize("what", ["gone", "newer", "moved", "given"])
+def test_a_corpus_outlives_the_text_that_it_was_made_from(run, tmp_path, capsys, what):
+    words, whole = tmp_path / "words.txt", run("whole", "every.checkpoint=4")
+    parts = run("parts", "every.checkpoint=4", "stop_after=4")
+    corpus = next(path.parent for path in (tmp_path / "corpora").glob("*/manifest.json"))
+    capsys.readouterr()
+    if what == "newer":
+        os.utime(words, ns=(1, 1))
+    elif what == "moved":
+        words.rename(tmp_path / "moved.txt")
+    else:
+        words.unlink()
+    told = {"moved": ["data.paths=[moved.txt]"], "given": ["data=corpus", f"data.paths=[{corpus}]"]}
+    run("parts", "every.checkpoint=4", "resume=auto", *told.get(what, []))
+    said = capsys.readouterr().out
+    assert "preparing" not in said
+    assert ("the text is not here any more: taking corpora/" in said) == (what == "gone")
+    assert ("the text is as it was: taking corpora/" in said) == (what in ("newer", "moved"))
+    assert rows(parts) == rows(whole) and same(final(parts)[0], final(whole)[0])
+
+
+def test_a_run_knows_its_corpus_from_any_folder(run, tmp_path, monkeypatch):
+    folder = run("one")
+    (tmp_path / "words.txt").unlink()
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    evaluated = command("-m", "scripts.evaluate", f"checkpoint={folder}", "device=cpu")
+    assert evaluated.returncode == 0 and "held out in " in evaluated.stdout, evaluated.stderr
+    shown = command("-m", "scripts.prepare", "show", f"run={folder}", "step=1")
+    assert shown.returncode == 0 and "times" in shown.stdout, shown.stderr
+
+
 def test_what_differs_is_said_at_once_before_any_text_and_can_be_pasted(run, settings, monkeypatch):
     """Also where null became a mapping, and where values need quotes of Hydra and of the shell."""
     odd = """sample.prompt='it\\'s 7 "times", ü={1}'"""

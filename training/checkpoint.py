@@ -89,6 +89,7 @@ class About(TypedDict):
     tokenizer: NotRequired[dict]
     tokenizer_hash: NotRequired[str]
     batch_order: NotRequired[int]
+    corpus: NotRequired[TypedDict("LearnedFrom", {"folder": str, "fingerprint": str})]
 
 
 class OptimizerState(TypedDict):

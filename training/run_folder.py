@@ -119,7 +119,7 @@ def check_same_settings(folder: Path, before: dict, now: dict):
     changed = {name: old for name, old, _ in differences(before, now)}
     model = [name for name in changed if name.startswith("model.") and name.split(".")[1] not in FROM_NOTHING]
     text = [name for name in changed if name.startswith(("data.", "tokenizer.")) and name not in PLACES]
-    if now["data"]["source"] in ("mixture", "tokens"):  # opened as they are, in no time
+    if now["data"]["source"] in ("corpus", "mixture", "tokens"):  # opened as they are, in no time
         text = []
     if not (model or text or "optimizer.name" in changed):
         return
