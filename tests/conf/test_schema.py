@@ -51,6 +51,7 @@ NEEDS = {
     "data=files": ["data.paths=[README.md]"],
     "data=tokens": ["data.paths=[a.ds]", "tokenizer=bytes"],
     "data=hub": ["data.repo=owner/name"],
+    "data=corpus": ["data.paths=[corpora/a]"],
     "data=mixture": ["data.corpora={corpora/a: 0.5, corpora/b: 0.5}"],
     "tokenizer=json": ["tokenizer.path=tokenizer.json"],
     "experiment=tinyshakespeare": ["data.paths=[tinyshakespeare.txt]"],
