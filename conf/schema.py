@@ -98,6 +98,7 @@ class Tokenizer:
     vocab_size: int | None = count(at_least=257, at_most=2**24)
     pattern: str | None
     special: list[str]
+    parse_special: bool
     train_chars: int = count(at_most=10**15)
     encoding: str | None = a_name()
     path: str | None = a_path()
@@ -551,6 +552,17 @@ def check_rules(cfg):
             )
         if not t.special or len(set(t.special)) < len(t.special) or "" in t.special:
             raise ValueError(f"tokenizer.special must be different names, at least one and none empty, got {t.special}")
+        if t.parse_special and t.kind not in ("bpe", "tiktoken", "json"):
+            why = "a saved one does as it was made" if t.kind == "saved" else "others have no special tokens to name"
+            raise ValueError(
+                f"tokenizer.parse_special=true is of tokenizer=bpe, tiktoken and json, got {t.kind}: {why}"
+            )
+        begins = [(a, b) for a in t.special for b in t.special if a != b and b.startswith(a)]
+        if t.parse_special and begins:
+            raise ValueError(
+                f"tokenizer.special: with parse_special no name may begin with another, got {begins[0][1]} and "
+                f"{begins[0][0]}"
+            )
     data = getattr(cfg, "data", None)
     if data is not None:
         _check_data(data)

@@ -43,8 +43,10 @@ from data.readers import Document
 from data.split import LOOK, Split, is_about, plan_split
 from data.tokenizer import (
     END_OF_TEXT,
+    BPETokenizer,
     ByteTokenizer,
     CharacterTokenizer,
+    JSONTokenizer,
     Tokenizer,
     load_tokenizer,
     named_encoding,
@@ -55,6 +57,7 @@ from data.tokenizer import (
 SHARD_TOKENS = 2**26  # 128 MB of uint16
 GROUP_CHARS = 2**20  # documents that go to a thread at once
 SPLITS = ("train", "validation")
+PARSING = ("bpe", "tiktoken", "json")  # tokenizers that know parse_special
 TOKENS = (".ds", ".bin")  # how files of tokens are called
 
 
@@ -109,6 +112,8 @@ def corpus_folder(data: dict, tokenizer: dict, root: Path) -> Path:
     text = {name: data[name] for name in ("source", "max_tokens", "validation", "validation_share")}
     text |= {} if data["max_tokens"] is None else {"cut": True}  # corpora before had more tokens
     vocabulary = {**tokenizer, "path": None}
+    if not vocabulary.get("parse_special"):  # corpora before were named without it
+        vocabulary.pop("parse_special", None)
     if tokenizer["path"] is not None:  # what it holds counts, not where it is
         path = Path(tokenizer["path"])
         files = sorted(file for file in path.glob("*") if file.is_file()) if path.is_dir() else [path]
@@ -144,7 +149,7 @@ def make_plan(data: dict, tokenizer: dict, folder: Path) -> tuple[Split, Tokeniz
         learned = _first(some, tokenizer["train_chars"])
         training = (d.text for document in learned for which, d in split.pieces(document) if which == "train")
         unread = chain([rest], stream) if rest is not None else iter(())
-        for remark in sources.remarks(data, some):
+        for remark in [*sources.remarks(data, some), *unparsed(tokenizer, some)]:
             print(remark)
         make_tokenizer(tokenizer, training, chain(some, unread)).save(work / "tokenizer")
         _write_json(work / "plan.json", {"split": asdict(split), "source_hash": _source_hash(data)})
@@ -167,12 +172,24 @@ def _first(documents: Iterable[Document], chars: int) -> Iterator[Document]:
 def saved_tokenizer(folder: Path) -> dict:
     """The settings (the group `tokenizer`) of one that is there already."""
     unused = dict.fromkeys(("vocab_size", "pattern", "encoding", "beginning"))
-    return {"kind": "saved", "path": str(folder), "special": [END_OF_TEXT], "train_chars": 50_000_000, **unused}
+    special = {"special": [END_OF_TEXT], "parse_special": False}
+    return {"kind": "saved", "path": str(folder), "train_chars": 50_000_000, **special, **unused}
+
+
+def unparsed(tokenizer: dict, some: list[Document]) -> list[str]:
+    """A line for each special token, but end-of-text, whose name is plain text in the first documents."""
+    if tokenizer["kind"] not in PARSING or tokenizer.get("parse_special"):
+        return []
+    counts = {name: sum(document.text.count(name) for document in some) for name in tokenizer["special"][1:]}
+    where = f"in the first {sum(len(document.text) for document in some):,} characters as plain text"
+    what = "tokenizer.parse_special=true makes it a token"
+    return [f"tokenizer.special {name} occurs {n:,} times {where}: {what}" for name, n in counts.items() if n]
 
 
 def make_tokenizer(settings: dict, training: Iterable[str], all_documents: Iterable[Document]) -> Tokenizer:
     """BPE learns from training documents only; an alphabet is not learned, so characters come from all."""
-    kind = settings["kind"]
+    kind, special = settings["kind"], settings["special"]
+    parse = settings.get("parse_special", False)  # checkpoints before lack it
     if kind == "bytes":
         return ByteTokenizer()
     if kind == "chars":
@@ -181,14 +198,23 @@ def make_tokenizer(settings: dict, training: Iterable[str], all_documents: Itera
             alphabet.update(document.text)
         return CharacterTokenizer("".join(alphabet))
     if kind == "tiktoken":
-        return named_encoding(settings["encoding"])
+        return _with_special(named_encoding(settings["encoding"], parse), special)
     if kind == "json":
-        return read_json(settings["path"], settings["beginning"], settings["special"][0])
+        return _with_special(read_json(settings["path"], settings["beginning"], special[0], parse), special)
     if kind == "saved":
         return load_tokenizer(settings["path"])
-    made = train_bpe(training, settings["vocab_size"], settings["pattern"], settings["special"])
+    made = train_bpe(training, settings["vocab_size"], settings["pattern"], special, parse)
     if made.vocab_size < settings["vocab_size"]:
         print(f"the text gives {made.vocab_size} tokens, not the {settings['vocab_size']} of tokenizer.vocab_size")
+    return made
+
+
+def _with_special(made: BPETokenizer | JSONTokenizer, names: list[str]) -> Tokenizer:
+    """ValueError where names shall become tokens that there are not."""
+    missing = [name for name in names if name not in made.special]
+    if made.parse_special and missing:
+        there = ", ".join(list(made.special)[:20])
+        raise ValueError(f"tokenizer.special: {', '.join(missing)} is none of this tokenizer's, which are {there}")
     return made
 
 
@@ -317,6 +343,10 @@ class Encoded:
         self.tokens = tokens.astype(dtype)
         self.documents = len(documents)
         self.bytes = len("".join(texts).encode("utf-8"))
+        if tokenizer.parse_special and texts:  # a text that holds end-of-text is several documents
+            self.documents = len(tokenizer.document_bounds(Tokens([self.tokens]))[0])
+            if tokenizer.lossless:  # it stands for no bytes
+                self.bytes -= (self.documents - len(documents)) * len(next(iter(tokenizer.special)).encode("utf-8"))
         if tokenizer.lossless and (kept := int(lengths[self.tokens].sum())) != self.bytes:
             raise ValueError(
                 f"of {documents[0].name} and what follows, {self.bytes:,} bytes, the tokens hold {kept:,}: "

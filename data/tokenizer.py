@@ -1,7 +1,7 @@
 """Text to tokens and back: bytes, characters, byte-pair encoding, or another's tokenizer.json, behind one class.
 
-A token is a piece of UTF-8, so any text comes back exactly. Text that looks like a special token is text; the
-end-of-text token, which stands after each document, is only ever put there by its id.
+A token is a piece of UTF-8, so any text comes back exactly. Text that looks like a special token is text, unless
+`parse_special` makes it that token; the end-of-text token, which stands after each document, is put there by its id.
 """
 
 import base64
@@ -34,18 +34,15 @@ class Tokenizer(ABC):
     vocab_size: int
     end_of_text: int
     lossless = True  # the bytes of the ids are those of the text, whatever it is
+    parse_special = False  # a name of a special token in a text becomes that token
 
     @abstractmethod
     def encode(self, text: str) -> np.ndarray:
-        """The ids of a text, an array of integers; what looks like a special token in it is text."""
-
-    def encode_special(self, text: str) -> np.ndarray:
-        """The ids of a text in which the names of special tokens stand for these."""
-        return self.encode(text)
+        """The ids of a text, an array of integers; the name of a special token in it is text, or see parse_special."""
 
     @abstractmethod
     def token_bytes(self, token: int) -> bytes:
-        """What a token stands for; nothing, for a special one."""
+        """What a token stands for; nothing, for a special one. With parse_special its name, but for end-of-text's."""
 
     @abstractmethod
     def vocabulary(self) -> dict:
@@ -197,10 +194,10 @@ class BPETokenizer(Tokenizer):
 
     kind = "bpe"
 
-    def __init__(self, ranks: list[bytes], pattern: str, special: dict[str, int]):
+    def __init__(self, ranks: list[bytes], pattern: str, special: dict[str, int], parse_special: bool = False):
         import tiktoken
 
-        self.ranks, self.pattern, self.special = ranks, pattern, special
+        self.ranks, self.pattern, self.special, self.parse_special = ranks, pattern, special, parse_special
         self.end_of_text = next(iter(special.values()))
         self.vocab_size = max([len(ranks) - 1, *special.values()]) + 1
         self.encoding = tiktoken.Encoding(
@@ -209,16 +206,14 @@ class BPETokenizer(Tokenizer):
             mergeable_ranks={token: rank for rank, token in enumerate(ranks) if token},
             special_tokens=special,
         )
+        self.shown = {id: name.encode() for name, id in special.items() if parse_special and id != self.end_of_text}
 
     def encode(self, text: str) -> np.ndarray:
-        return self._encode(text, set())  # what looks special is text
-
-    def encode_special(self, text: str) -> np.ndarray:
-        return self._encode(text, set(self.special))
+        return self._encode(text, set(self.special) if self.parse_special else set())
 
     def documents(self, texts: list[str]) -> np.ndarray:
         name = next(iter(self.special))
-        if any(name in text for text in texts):
+        if self.parse_special or any(name in text for text in texts):
             return super().documents(texts)
         return self._encode("".join(text + name for text in texts), {name})  # one call, whatever their number
 
@@ -235,11 +230,14 @@ class BPETokenizer(Tokenizer):
             return np.concatenate([self._encode(piece, special) for piece in pieces])
 
     def token_bytes(self, token: int) -> bytes:
+        if token in self.shown:
+            return self.shown[token]
         return self.ranks[token] if token < len(self.ranks) else b""
 
     def vocabulary(self) -> dict:
         ranks = [base64.b64encode(token).decode() for token in self.ranks]
-        return {"kind": self.kind, "pattern": self.pattern, "ranks": ranks, "special": self.special}
+        parse = {"parse_special": True} if self.parse_special else {}  # older vocabularies lack it
+        return {"kind": self.kind, "pattern": self.pattern, "ranks": ranks, "special": self.special, **parse}
 
     def merges(self) -> Iterator[tuple[bytes, bytes]]:
         """The two tokens that each longer one was merged from, in order."""
@@ -278,20 +276,28 @@ def _check_pattern(pattern: str):
         raise ValueError(f"tokenizer.pattern must find pieces of at least one character, got {pattern!r}")
 
 
-def train_bpe(texts: Iterable[str], vocab_size: int, pattern: str, special: list[str]) -> BPETokenizer:
-    """Learns vocab_size - len(special) tokens from texts, or as many as they give; the special ones come after them."""
+def train_bpe(
+    texts: Iterable[str], vocab_size: int, pattern: str, special: list[str], parse_special: bool = False
+) -> BPETokenizer:
+    """Learns vocab_size - len(special) tokens from texts, or as many as they give; the special ones come after them.
+
+    With parse_special nothing is learned from the names of special tokens in the texts.
+    """
     import rustbpe
 
     _check_pattern(pattern)
     n = vocab_size - len(special)
     trainer = rustbpe.Tokenizer()
+    if parse_special:
+        names = re.compile("|".join(map(re.escape, special)))
+        texts = (piece for text in texts for piece in names.split(text))
     trainer.train_from_iterator(iter(texts), n, pattern=pattern)
     ranks = sorted(trainer.get_mergeable_ranks(), key=lambda pair: pair[1])
     special_ids = {name: len(ranks) + i for i, name in enumerate(special)}
-    return BPETokenizer([bytes(token) for token, _ in ranks], pattern, special_ids)
+    return BPETokenizer([bytes(token) for token, _ in ranks], pattern, special_ids, parse_special)
 
 
-def named_encoding(name: str) -> BPETokenizer:
+def named_encoding(name: str, parse_special: bool = False) -> BPETokenizer:
     """One of tiktoken's encodings, such as gpt2, cl100k_base and o200k_base.
 
     Its file is downloaded once, into TIKTOKEN_CACHE_DIR where that is set; ValueError says which one to bring if there
@@ -328,7 +334,7 @@ def named_encoding(name: str) -> BPETokenizer:
     for token, rank in encoding._mergeable_ranks.items():
         ranks[rank] = token
     special = dict(sorted(encoding._special_tokens.items(), key=lambda item: item[0] != END_OF_TEXT))
-    return BPETokenizer(ranks, encoding._pat_str, special)
+    return BPETokenizer(ranks, encoding._pat_str, special, parse_special)
 
 
 class JSONTokenizer(Tokenizer):
@@ -342,10 +348,10 @@ class JSONTokenizer(Tokenizer):
     lossless = False
     FILE = "tokenizer.json"
 
-    def __init__(self, content: str, beginning: int | None, ends: list[int]):
+    def __init__(self, content: str, beginning: int | None, ends: list[int], parse_special: bool = False):
         import tokenizers
 
-        self.content, self.beginning, self.ends = content, beginning, ends
+        self.content, self.beginning, self.ends, self.parse_special = content, beginning, ends, parse_special
         self.end_of_text = ends[0]
         try:
             self.tokenizer = tokenizers.Tokenizer.from_str(content)
@@ -353,12 +359,15 @@ class JSONTokenizer(Tokenizer):
             raise ValueError(f"this tokenizer.json is no tokenizer that can be read: {error}") from error
         self.tokenizer.no_truncation()  # settings of a training long past
         self.tokenizer.no_padding()
-        self.tokenizer.encode_special_tokens = True  # text that looks like a special token is text
+        self.tokenizer.encode_special_tokens = not parse_special  # true: as text
         self.vocab_size = max(self.tokenizer.get_vocab(with_added_tokens=True).values()) + 1
         for id in self.stops:
             if not 0 <= id < self.vocab_size:
                 raise ValueError(f"special tokens must be ids below {self.vocab_size}, got {id}")
         self.added = self.tokenizer.get_added_tokens_decoder()
+        self.special = {token.content: id for id, token in self.added.items()}
+        hidden = self.stops if parse_special else self.added.keys()  # in a text
+        self.hidden = {id for id, token in self.added.items() if token.special and id in hidden}
         self.bytes_of = {character: byte for byte, character in enumerate(_byte_level_alphabet())}
         self.byte_level = '"ByteLevel"' in json.dumps(json.loads(content).get("decoder"))
 
@@ -369,13 +378,6 @@ class JSONTokenizer(Tokenizer):
     def encode(self, text: str) -> np.ndarray:
         text.encode("utf-8")  # half a surrogate pair is a ValueError here, and worse there
         return np.array(self.tokenizer.encode(text, add_special_tokens=False).ids, np.uint32)
-
-    def encode_special(self, text: str) -> np.ndarray:
-        self.tokenizer.encode_special_tokens = False
-        try:
-            return self.encode(text)
-        finally:
-            self.tokenizer.encode_special_tokens = True
 
     def document(self, text: str) -> np.ndarray:
         return self.documents([text])
@@ -406,7 +408,7 @@ class JSONTokenizer(Tokenizer):
         if piece is None:  # a gap in the vocabulary
             return b""
         if token in self.added:
-            return b"" if self.added[token].special else piece.encode("utf-8")
+            return b"" if token in self.hidden else piece.encode("utf-8")
         if self.byte_level:
             return bytes(self.bytes_of[character] for character in piece)
         if re.fullmatch("<0x[0-9A-F]{2}>", piece):
@@ -414,7 +416,10 @@ class JSONTokenizer(Tokenizer):
         return piece.replace("\N{LOWER ONE EIGHTH BLOCK}", " ").encode("utf-8")
 
     def decode(self, tokens: Iterable[int]) -> str:
-        return self.tokenizer.decode([int(token) for token in tokens])
+        return self.tokenizer.decode(self.without_hidden(tokens), skip_special_tokens=False)
+
+    def without_hidden(self, tokens: Iterable[int]) -> list[int]:
+        return [int(token) for token in tokens if int(token) not in self.hidden]
 
     def decoder(self, after: list[int]) -> "JSONDecoder":
         return JSONDecoder(self, after)
@@ -425,6 +430,7 @@ class JSONTokenizer(Tokenizer):
             "beginning": self.beginning,
             "ends": self.ends,
             "sha256": hashlib.sha256(self.content.encode()).hexdigest(),
+            **({"parse_special": True} if self.parse_special else {}),  # older vocabularies lack it
         }
 
     def to_json(self) -> str:
@@ -441,11 +447,13 @@ class JSONDecoder(Decoder):
     def __init__(self, tokenizer: JSONTokenizer, after: list[int]):
         from tokenizers.decoders import DecodeStream
 
-        self.tokenizer = tokenizer
-        self.pieces = DecodeStream(ids=after, skip_special_tokens=True)
-        self.seen, self.sent = list(after), len(tokenizer.decode(after))
+        self.tokenizer, self.seen = tokenizer, tokenizer.without_hidden(after)
+        self.pieces = DecodeStream(ids=self.seen, skip_special_tokens=False)
+        self.sent = len(tokenizer.decode(after))
 
     def push(self, token: int) -> str:
+        if token in self.tokenizer.hidden:
+            return ""
         self.seen.append(token)
         piece = self.pieces.step(self.tokenizer.tokenizer, token) or ""
         self.sent += len(piece)
@@ -455,7 +463,7 @@ class JSONDecoder(Decoder):
         return self.tokenizer.decode(self.seen)[self.sent :]
 
 
-def read_json(path: str | Path, beginning: str | None, end_of_text: str) -> JSONTokenizer:
+def read_json(path: str | Path, beginning: str | None, end_of_text: str, parse_special: bool = False) -> JSONTokenizer:
     """The tokenizer of a tokenizer.json, whose special tokens are given by name."""
     try:
         content = Path(path).read_text(encoding="utf-8-sig")
@@ -465,7 +473,8 @@ def read_json(path: str | Path, beginning: str | None, end_of_text: str) -> JSON
     for name in (beginning, end_of_text):
         if name is not None and name not in names:
             raise ValueError(f"{path} has no special token {name}: there are {', '.join(names)}")
-    return JSONTokenizer(content, None if beginning is None else names[beginning], [names[end_of_text]])
+    first = None if beginning is None else names[beginning]
+    return JSONTokenizer(content, first, [names[end_of_text]], parse_special)
 
 
 def _byte_level_json(
@@ -514,12 +523,14 @@ class BPEVocabulary(TypedDict):
     pattern: str
     ranks: list[str]
     special: NotRequired[Annotated[dict[str, Id], Field(min_length=1)]]
+    parse_special: NotRequired[bool]
 
 
 class JSONVocabulary(TypedDict):
     kind: Literal["json"]
     beginning: Id | None
     ends: Annotated[list[Id], Field(min_length=1)]
+    parse_special: NotRequired[bool]
 
 
 Vocabulary = Annotated[BytesVocabulary | CharactersVocabulary | BPEVocabulary | JSONVocabulary, Discriminator("kind")]
@@ -542,8 +553,10 @@ def _made_of(vocabulary: dict, folder: Path) -> Tokenizer:
         return ByteTokenizer()
     if vocabulary["kind"] == "chars":
         return CharacterTokenizer(vocabulary["characters"])
+    parse_special = vocabulary.get("parse_special", False)  # older ones lack it
     if vocabulary["kind"] == "json":
         content = (folder / JSONTokenizer.FILE).read_text(encoding="utf-8")
-        return JSONTokenizer(content, vocabulary["beginning"], vocabulary["ends"])
+        return JSONTokenizer(content, vocabulary["beginning"], vocabulary["ends"], parse_special)
     ranks = [base64.b64decode(token, validate=True) for token in vocabulary["ranks"]]
-    return BPETokenizer(ranks, vocabulary["pattern"], vocabulary.get("special", {END_OF_TEXT: len(ranks)}))
+    special = vocabulary.get("special", {END_OF_TEXT: len(ranks)})
+    return BPETokenizer(ranks, vocabulary["pattern"], special, parse_special)

@@ -49,6 +49,28 @@ def test_finetuning_takes_the_model_and_the_tokenizer_of_a_run_and_learns_to_ans
     assert about["data"]["template"]["user"] == "User: {}\n" and about["data"]["messages_column"] == "messages"
 
 
+def test_special_tokens_of_ones_own_are_learned_and_known_to_a_checkpoint(settings, tmp_path):
+    (tmp_path / "words.txt").write_text("".join(f"<|user|>{i}<|bot|>{i * i}\n" for i in range(200)))
+    own = ["tokenizer=bpe", "tokenizer.vocab_size=300", "tokenizer.special=['<|end|>','<|user|>','<|bot|>']"]
+    own += ["tokenizer.parse_special=true", "data.paths=[words.txt]", "data.validation=[]", "steps=2"]
+    assert train.train(settings("experiment=smoke", *QUIET, *own), tmp_path / "base") == 0
+    template = "{system: '{}', user: '<|user|>{}', assistant: '<|bot|>{}<|end|>'}"
+    finetune(settings, tmp_path, "tuned", f"init_from={tmp_path}/base", f"data.template={template}", "steps=4")
+    folder = checkpoint.find(tmp_path / "tuned")
+    tokenizer = load_tokenizer(folder / "tokenizer")
+    _, user, bot = tokenizer.special.values()
+    prompt = 'prompt="<|user|>3<|bot|>"'
+    result = command("-m", "scripts.explain", f"checkpoint={folder}", prompt, "json=why.json", "method=occlusion")
+    assert result.returncode == 0, result.stderr
+    three = tokenizer.encode("3").tolist()
+    assert json.loads((tmp_path / "why.json").read_text())["tokens"] == [user, *three, bot]
+    result = command("-m", "scripts.generate", f"checkpoint={folder}", prompt, "max_new_tokens=3")
+    assert result.returncode == 0 and result.stdout.startswith("<|user|>3<|bot|>"), result.stderr
+    assert "prompt of 3 tokens" in result.stderr
+    evaluated = command("-m", "scripts.evaluate", f"checkpoint={folder}", "device=cpu")
+    assert evaluated.returncode == 0, evaluated.stderr
+
+
 @pytest.mark.parametrize("packing", ["documents", "stream"])
 def test_finetuning_that_was_stopped_goes_on_bit_for_bit(settings, tmp_path, base, packing):
     given = [f"init_from={base}", "model.dropout=0.1", "steps=6", f"packing={packing}", "every.evaluate=2"]

@@ -103,7 +103,8 @@ def differences(before: dict, now: dict, prefix: str = "") -> Iterator[tuple[str
     """(setting, its value then, its value now) of what a resumed run is told otherwise than the one it goes on with."""
     for name, value in now.items():
         key, old = prefix + name, before.get(name)
-        if key in NOT_OF_TRAINING or (prefix == "data." and name not in before):  # a setting that was not there yet
+        new = prefix in ("data.", "tokenizer.") and name not in before  # a setting that was not there yet
+        if key in NOT_OF_TRAINING or new:
             continue
         if isinstance(value, dict) and isinstance(old, dict) and key != "data.corpora":
             yield from differences(old, value, f"{key}.")

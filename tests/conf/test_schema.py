@@ -142,6 +142,16 @@ def test_the_scripts_settings_compose(settings):
         ("data.separator=''", "data.separator must hold at least one character"),
         ("data.encoding_errors=ignore", "data.encoding_errors must be one of strict, replace, got ignore"),
         ("tokenizer.special=[]", "tokenizer.special must be different names"),
+        (["tokenizer=chars", "tokenizer.parse_special=true"], "of tokenizer=bpe, tiktoken and json, got chars: others"),
+        (["tokenizer=bytes", "tokenizer.parse_special=true"], "of tokenizer=bpe, tiktoken and json, got bytes: others"),
+        (
+            ["tokenizer=saved", "tokenizer.path=a", "tokenizer.parse_special=true"],
+            "got saved: a saved one does as it was made",
+        ),
+        (
+            ["tokenizer.parse_special=true", "tokenizer.special=[a,b,ab]"],
+            "no name may begin with another, got ab and a",
+        ),
         ("steps=${nope}", "steps: Interpolation key nope not found"),
         ("model.d_ff=${oc.env:NOPE}", "model.d_ff: .*NOPE"),
         ("data.paths=['a','${nope}']", "data.paths.*: Interpolation key nope not found"),

@@ -13,7 +13,7 @@ from data import prepare as prepare_module
 from data.batches import IGNORE, make_batches
 from data.corpus import open_corpus, open_mixture
 from data.prepare import prepare
-from data.tokenizer import ByteTokenizer, read_json
+from data.tokenizer import BPETokenizer, ByteTokenizer, read_json
 from model import GPT
 from training.evaluation import evaluate
 
@@ -66,6 +66,25 @@ def test_answers_and_what_ends_them_are_learned_and_nothing_else(turns):
     if text:
         ids, learned = chat.encode(text, spans, ByteTokenizer())
         assert ids.tolist() == expected and learned.tolist() == flags
+
+
+@settings(max_examples=100, deadline=None)
+@given(TURNS)
+def test_a_template_may_hold_special_tokens(turns):
+    special = {"<|end|>": 256, "<|user|>": 257, "<|bot|>": 258}
+    tokenizer = BPETokenizer([bytes([byte]) for byte in range(256)], "(?s:.)", special, parse_special=True)
+    template = {"system": "{}", "user": "<|user|>{}", "assistant": "<|bot|>{}<|end|>"}
+    text, spans = chat.render(turns, template)
+    if not text:
+        return
+    ids, learned = chat.encode(text, spans, tokenizer)
+    expected, flags = [], []
+    for role, content in turns:
+        answer = role == "assistant"
+        begin, end = [257] * (role == "user") + [258] * answer, [256] * answer
+        expected += [*begin, *content.encode(), *end]
+        flags += [False] * len(begin) + [answer and bool(content.strip())] * (len(content.encode()) + len(end))
+    assert ids.tolist() == [*expected, 256] and learned.tolist() == [*flags, flags[-1]]
 
 
 ROWS = [

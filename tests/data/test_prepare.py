@@ -39,6 +39,47 @@ def test_a_corpus_holds_its_documents_with_end_of_text_between(data):
     assert corpus.manifest["splits"]["train"]["bytes"] == 4 * 550
 
 
+BPE = BYTES | {"kind": "bpe", "vocab_size": 270, "pattern": r"\w+|\W", "special": ["<|end|>", "<|user|>", "<|bot|>"]}
+
+
+def test_special_tokens_in_a_text_are_tokens_where_asked_for_and_else_a_line_says_that_they_are_not(
+    data, tmp_path, capsys
+):
+    for i in range(5):
+        (tmp_path / f"{i}.txt").write_text(f"<|user|>say {i}<|bot|>é<|user|>no<|end|>another one\n")
+    plain = prepare(data, BPE)
+    assert [line for line in capsys.readouterr().out.splitlines() if "tokenizer.special" in line] == [
+        f"tokenizer.special {name} occurs {n} times in the first 250 characters as plain text: "
+        "tokenizer.parse_special=true makes it a token"
+        for name, n in (("<|user|>", 10), ("<|bot|>", 5))
+    ]
+    assert prepare_module.corpus_folder(data, BPE | {"parse_special": False}, Path("corpora")) == plain.folder
+    corpus = prepare(data, BPE | {"parse_special": True})
+    assert corpus.folder != plain.folder and "tokenizer.special" not in capsys.readouterr().out
+    end, user, bot = corpus.tokenizer.special.values()
+    ids = corpus.validation.read(0, len(corpus.validation))
+    assert [int(id) for id in ids if id in (end, user, bot)] == [user, bot, user, end, end]
+    assert corpus.tokenizer.decode(ids) == "<|user|>say 3<|bot|>é<|user|>noanother one\n"
+    held = corpus.manifest["splits"]["validation"]
+    assert held["documents"] == 2 and held["bytes"] == corpus.tokenizer.token_lengths()[ids].sum()
+    assert set(plain.train.read(0, len(plain.train))).isdisjoint(range(end + 1, user + 2))
+    again = prepare(data, prepare_module.saved_tokenizer(corpus.folder / "tokenizer"))
+    assert again.fingerprint() == corpus.fingerprint()
+
+
+def test_names_that_a_tokenizer_json_does_not_have_are_refused_where_they_shall_be_tokens(llama_tokenizer):
+    Path("tokenizer.json").write_text(llama_tokenizer)
+    settings = BYTES | {"kind": "json", "path": "tokenizer.json", "beginning": "<s>"}
+    for special, message in ((["</s>", "<|user|>"], "<|user|> is none of"), (["</s>", "<unk>"], None)):
+        assert not prepare_module.make_tokenizer(settings | {"special": special}, [], []).parse_special
+        parsed = settings | {"special": special, "parse_special": True}
+        if message is None:
+            assert prepare_module.make_tokenizer(parsed, [], []).encode("<unk>").tolist() == [0]
+            continue
+        with pytest.raises(ValueError, match=r"<\|user\|> is none of this tokenizer's, which are <unk>, <s>, </s>"):
+            prepare_module.make_tokenizer(parsed, [], [])
+
+
 def test_a_second_start_prepares_nothing(data, capsys):
     first = prepare(data, BYTES)
     before = {path: path.stat().st_mtime_ns for path in first.folder.rglob("*")}

@@ -93,14 +93,47 @@ def test_a_short_text_gives_the_tokens_that_it_has():
 
 
 def test_special_tokens_come_last_and_are_tokens_only_where_asked_for():
-    tokenizer = train_bpe([TEXT], 302, PATTERN, ["<|endoftext|>", "<|user|>", "<|bot|>"])
-    assert tokenizer.vocab_size == 302
-    assert tokenizer.special == {"<|endoftext|>": 299, "<|user|>": 300, "<|bot|>": 301}
-    text = "<|user|>To be?<|bot|>Not."
+    names = ["<|endoftext|>", "<|user|>", "<|bot|>"]
+    tokenizer, asked = (train_bpe([TEXT], 302, PATTERN, names, parse) for parse in (False, True))
+    text = "<|user|>To be?<|bot|>Not.<|endoftext|>x"
+    for some in (tokenizer, asked):
+        assert some.vocab_size == 302
+        assert some.special == {"<|endoftext|>": 299, "<|user|>": 300, "<|bot|>": 301}
     assert tokenizer.encode(text).max() < 299
-    asked = tokenizer.encode_special(text).tolist()
-    assert asked[0] == 300 and asked.count(301) == 1
-    assert tokenizer.decode(asked) == "To be?Not."
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    expected = [300, *asked.encode("To be?"), 301, *asked.encode("Not."), 299, *asked.encode("x")]
+    assert asked.encode(text).tolist() == asked.prompt(text) == expected
+    assert asked.document(text).tolist() == asked.documents([text]).tolist() == [*expected, 299]
+    assert asked.documents([text, "a", text]).tolist() == [*expected, 299, *asked.encode("a"), 299, *expected, 299]
+    shown = text.replace("<|endoftext|>", "")
+    assert asked.decode(expected) == "".join(asked.stream(expected, after=[299])) == shown
+    assert asked.token_lengths()[expected].sum() == len(shown)
+    assert asked.stops == {299}
+
+
+def test_bpe_learns_nothing_from_names_that_are_tokens():
+    texts = ["<|user|>a b<|bot|>"] * 50
+    tokenizer, asked = (train_bpe(texts, 300, PATTERN, ["<|end|>", "<|user|>", "<|bot|>"], p) for p in (False, True))
+    assert b"user" in tokenizer.ranks
+    assert [token for token in asked.ranks if len(token) > 1] == [b" b"]
+
+
+def test_a_tokenizer_that_parses_special_tokens_is_another_and_is_saved_so(tmp_path, llama_tokenizer):
+    ranks, special = [bytes([byte]) for byte in range(256)], {"<|end|>": 256, "<|user|>": 257}
+    text = "a<|user|>b<unk>"
+    for make in (
+        lambda *parse: BPETokenizer(ranks, ".", special, *parse),
+        lambda *parse: JSONTokenizer(llama_tokenizer, 1, [2], *parse),
+    ):
+        plain, off, on = make(), make(False), make(True)
+        assert "parse_special" not in plain.vocabulary()  # as in checkpoints that know nothing of it
+        assert plain.fingerprint() == off.fingerprint() != on.fingerprint()
+        on.save(tmp_path / on.kind)
+        again = load_tokenizer(tmp_path / on.kind)
+        assert again.parse_special and again.fingerprint() == on.fingerprint()
+        assert again.encode(text).tolist() == on.encode(text).tolist() != plain.encode(text).tolist()
+    known = "5419ee4b17169d406a5853db0431cc0594de61241ce364d1c55c3a097e777b87"
+    assert BPETokenizer(ranks, ".", special).fingerprint() == known
 
 
 def test_unknown_characters_are_listed():
@@ -165,6 +198,20 @@ def test_anothers_special_tokens_are_text_in_a_text(other):
     tokens = other.encode(text)
     assert other.decode(tokens) == text
     assert not set(tokens.tolist()) & other.stops
+
+
+def test_anothers_special_tokens_are_tokens_where_asked_for(other):
+    asked = JSONTokenizer(other.content, other.beginning, other.ends, parse_special=True)
+    for name in asked.special:
+        text = f"the{name}hat{name}the"
+        tokens = asked.encode(text).tolist()
+        assert tokens.count(asked.special[name]) == 2
+        assert asked.prompt(text) == [asked.beginning, *tokens]
+        assert list(asked.documents([text]))[: len(tokens) + 1] == [asked.beginning, *tokens]
+        hidden = asked.special[name] in asked.stops
+        assert asked.decode(tokens).count(name) == (0 if hidden else 2)
+        assert "".join(asked.stream(tokens, after=asked.prompt(""))) == asked.decode(tokens)
+        assert asked.token_bytes(asked.special[name]) == (b"" if hidden else name.encode())
 
 
 def test_anothers_stream_loses_no_space_and_shows_no_half_character(other):
@@ -283,7 +330,8 @@ def test_gpt2_gives_the_ids_of_transformers(gpt2, reference):
         text = text.replace("<|endoftext|>", "<|end|>")  # which theirs takes for the token
         assert gpt2.encode(text).tolist() == theirs.encode(text), repr(text)
         assert gpt2.decode(gpt2.encode(text)) == text
-    assert gpt2.encode_special("a<|endoftext|>").tolist() == theirs.encode("a<|endoftext|>")
+    asked = BPETokenizer(gpt2.ranks, gpt2.encoding._pat_str, gpt2.special, parse_special=True)
+    assert asked.encode("a<|endoftext|>").tolist() == theirs.encode("a<|endoftext|>")
     with pytest.raises(ValueError, match="surrogates not allowed"):
         gpt2.encode("half \ud83d here")
 
