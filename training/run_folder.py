@@ -96,15 +96,16 @@ W&B              {tracked}
 
 NOT_OF_TRAINING = ("resume", "init_from", "stop_after", "name", "dry_run", "world", "mfu", "device_spec")
 FROM_NOTHING = ("dropout", "attention_dropout", "zero_init")  # of a model: no bearing on weights that are there
+BEFORE = {"tokenizer.parse_special": False}  # what was done when there was no such setting
 PLACES = ("data.paths", "data.corpora", "data.wheel", "data.prompt", "tokenizer.path")  # what is there may be the same
 
 
 def differences(before: dict, now: dict, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
     """(setting, its value then, its value now) of what a resumed run is told otherwise than the one it goes on with."""
     for name, value in now.items():
-        key, old = prefix + name, before.get(name)
-        new = prefix in ("data.", "tokenizer.") and name not in before  # a setting that was not there yet
-        if key in NOT_OF_TRAINING or new:
+        key = prefix + name
+        old = before.get(name, BEFORE.get(key))
+        if key in NOT_OF_TRAINING or (prefix == "data." and name not in before):  # a setting that was not there yet
             continue
         if isinstance(value, dict) and isinstance(old, dict) and key != "data.corpora":
             yield from differences(old, value, f"{key}.")

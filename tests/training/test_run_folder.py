@@ -1,6 +1,7 @@
 import json
 import shutil
 import subprocess
+from dataclasses import asdict
 
 import pytest
 import torch
@@ -114,3 +115,16 @@ def test_a_large_difference_is_not_copied_and_an_old_one_does_not_stay(checkout,
     said = []
     assert run_folder.record_environment(tmp_path / "run", torch.device("cpu"), said.append)["changed"] is True
     assert not (tmp_path / "run" / "changes.patch").exists() and "bytes, 10 at most" in said[0]
+
+
+def test_a_run_of_before_goes_on_with_special_tokens_as_plain_text_and_with_nothing_else(settings):
+    now = [
+        asdict(settings("experiment=smoke", "tokenizer=bpe", f"tokenizer.parse_special={parse}"))
+        for parse in ("false", "true")
+    ]
+    before = asdict(settings("experiment=smoke", "tokenizer=bpe"))
+    del before["tokenizer"]["parse_special"]
+    assert list(run_folder.differences(before, now[0])) == []
+    run_folder.check_same_settings("run", before, now[0])
+    with pytest.raises(ValueError, match=r"another text or tokenizer: give tokenizer.parse_special=false"):
+        run_folder.check_same_settings("run", before, now[1])
