@@ -5,12 +5,17 @@ import json
 import math
 from bisect import bisect_right
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
+from typing import Annotated, Literal, NotRequired
 
 import numpy as np
+from pydantic import Field
+from typing_extensions import TypedDict
 
+from data.files import read_json
 from data.split import Split, check_names, choose, is_file_named, share_hash
 from data.tokenizer import Tokenizer, load_tokenizer
 
@@ -61,7 +66,9 @@ class Tokens:
         offset = start - (self.ends[array - 1] if array else 0)
         if self.unread and length > 0:
             for number in self.unread.intersection(range(array, bisect_right(self.ends, start + length - 1) + 1)):
-                check_sum(*self.sums[number])
+                path, sha256 = self.sums[number]
+                with advising(delete(path.parent.parent)):
+                    check_sum(path, sha256)
                 self.unread.discard(number)
         if start + length <= self.ends[array]:
             return self.arrays[array][offset : offset + length]
@@ -89,6 +96,41 @@ class Tokens:
         """Where a token stands, all of it, in order."""
         found = [i * SCAN + np.flatnonzero(piece == token) for i, piece in enumerate(self.pieces())]
         return np.concatenate(found) if found else np.empty(0, np.int64)
+
+
+Count = Annotated[int, Field(ge=0, lt=2**60)]
+Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+
+
+class Shard(TypedDict):
+    file: Annotated[str, Field(pattern=r"^\w+/\w+\.bin$")]  # of the corpus's own folder, wherever that is
+    tokens: Annotated[Count, Field(ge=1)]
+    sha256: Sha256
+    learned_sha256: NotRequired[Sha256]
+
+
+class Shards(TypedDict):
+    """Of a split."""
+
+    documents: Count
+    tokens: Count
+    bytes: Count
+    shards: list[Shard]
+
+
+Splits = Annotated[dict[Literal["train", "validation"], Shards], Field(min_length=2)]
+
+
+class Format(TypedDict):
+    format: int
+
+
+class Manifest(Format):
+    """manifest.json, as far as it is read here."""
+
+    dtype: Literal["uint16", "uint32"]
+    tokenizer: Sha256
+    splits: Splits
 
 
 @dataclass
@@ -131,29 +173,16 @@ def open_corpus(folder: str | Path, full: bool = False) -> Corpus:
     full: each shard is read and compared with its checksum too, which takes a second a gigabyte.
     """
     folder = Path(folder)
-    try:
-        manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ValueError(f"there is no corpus in {folder}: manifest.json is missing") from None
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{folder}/manifest.json is damaged ({error}): {_MEND.format(folder)}") from None
-    if not isinstance(manifest, dict) or "splits" not in manifest:
-        raise ValueError(f"{folder}/manifest.json is damaged (no splits): {_MEND.format(folder)}")
-    if manifest["format"] not in (FORMAT, FORMAT_OF_ANSWERS):
-        raise ValueError(
-            f"{folder} has format {manifest['format']}, this version reads {FORMAT}: {_MEND.format(folder)}"
-        )
-    for split in manifest["splits"].values():
-        for shard in split["shards"]:
-            try:
+    if not (folder / "manifest.json").exists():
+        raise ValueError(f"there is no corpus in {folder}: manifest.json is missing")
+    with advising(delete(folder)):
+        manifest = _read_manifest(folder)
+        for split in manifest["splits"].values():
+            for shard in split["shards"]:
                 check_shard(folder, shard, np.dtype(manifest["dtype"]), full)
-                if (mask := mask_of(shard)) is not None:
-                    check_shard(folder, mask, np.dtype(np.uint8), full)
-            except ValueError as error:
-                raise ValueError(f"{error}: {_MEND.format(folder)}") from None
-    tokenizer = load_tokenizer(folder / "tokenizer")
-    if tokenizer.fingerprint() != manifest["tokenizer"]:
-        raise ValueError(f"{folder}/tokenizer is not the one that made this corpus: {_MEND.format(folder)}")
+        tokenizer = load_tokenizer(folder / "tokenizer")
+        if tokenizer.fingerprint() != manifest["tokenizer"]:
+            raise ValueError(f"{folder}/tokenizer is not the one that made this corpus")
 
     def opened(shards: list[dict], dtype: str, vocab_size: int, learned: Tokens | None = None) -> Tokens:
         arrays = [np.memmap(folder / shard["file"], dtype, "r") for shard in shards]
@@ -172,7 +201,8 @@ def mask_of(shard: dict) -> dict | None:
     """The file beside a shard that says, a byte a token, which of its tokens are learned; None where all are."""
     if "learned_sha256" not in shard:
         return None
-    return shard | {"file": str(Path(shard["file"]).with_suffix(".learned")), "sha256": shard["learned_sha256"]}
+    file = str(Path(shard["file"]).with_suffix(".learned"))
+    return {"file": file, "tokens": shard["tokens"], "sha256": shard["learned_sha256"]}
 
 
 @dataclass
@@ -198,29 +228,56 @@ class Known:
 
 def learned_from(about: dict, checkpoint: Path) -> Known | None:
     """The corpus that the model.json of a checkpoint's folder, `about`, names; None where it names none."""
-    return Known(**about["corpus"], checkpoint=checkpoint) if "corpus" in about else None
+    if "corpus" not in about:
+        return None
+    return Known(about["corpus"]["folder"], about["corpus"]["fingerprint"], checkpoint)
 
 
-_MEND = "delete {} and start again to prepare it anew"
+def _read_manifest(folder: Path) -> Manifest:
+    path = folder / "manifest.json"
+    written = read_json(path, Format)["format"]
+    if written not in (FORMAT, FORMAT_OF_ANSWERS):
+        raise ValueError(f"{folder} has format {written}, this version reads {FORMAT} and {FORMAT_OF_ANSWERS}")
+    manifest = read_json(path, Manifest)
+    for name, split in manifest["splits"].items():
+        if any((mask_of(shard) is not None) != (written == FORMAT_OF_ANSWERS) for shard in split["shards"]):
+            raise ValueError(
+                f"{path} is damaged: all shards have a learned_sha256 in format {FORMAT_OF_ANSWERS}, and none in "
+                f"{FORMAT}, got format {written} and others in {name}"
+            )
+    return manifest
 
 
-def check_shard(folder: Path, shard: dict, dtype: np.dtype, full: bool):
-    """ValueError unless the file has its size and, if `full`, its checksum."""
+def delete(folder: Path) -> str:
+    return f"delete {folder} and start again to prepare it anew"
+
+
+@contextmanager
+def advising(what: str) -> Iterator[None]:
+    """Adds to a ValueError what to do."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{error}: {what}") from None
+
+
+def check_shard(folder: Path, shard: Shard, dtype: np.dtype, full: bool):
+    """ValueError unless the file, and the one beside it that masks it, has its size and, if `full`, its checksum."""
     path, expected = folder / shard["file"], shard["tokens"] * dtype.itemsize
     found = path.stat().st_size if path.exists() else None
     if found != expected:
         raise ValueError(f"{path} " + ("is missing" if found is None else f"has {found} bytes, expected {expected}"))
     if full:
         check_sum(path, shard["sha256"])
+    if (mask := mask_of(shard)) is not None:
+        check_shard(folder, mask, np.dtype(np.uint8), full)
 
 
 def check_sum(path: Path, sha256: str):
     """ValueError unless the file has this checksum."""
     with path.open("rb") as file:
         if hashlib.file_digest(file, "sha256").hexdigest() != sha256:
-            raise ValueError(
-                f"{path} is damaged, its checksum is not that of the manifest: " + _MEND.format("the corpus")
-            )
+            raise ValueError(f"{path} is damaged, its checksum is not that of the manifest")
 
 
 def open_mixture(corpora: dict[str, float]) -> Corpus:

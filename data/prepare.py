@@ -15,30 +15,37 @@ import math
 import os
 import sys
 import time
+import zlib
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from itertools import chain, islice
 from pathlib import Path
+from typing import Annotated
+from zipfile import BadZipFile
 
 import numpy as np
 from filelock import FileLock
+from pydantic import Field
+from typing_extensions import TypedDict
 
-from data import chat, sources
+from data import chat, files, sources
 from data.corpus import (
     FORMAT,
     FORMAT_OF_ANSWERS,
     Corpus,
+    Count,
     Known,
+    Splits,
     Tokens,
+    advising,
     check_shard,
-    mask_of,
+    delete,
     open_corpus,
     open_mixture,
     open_token_files,
 )
-from data.files import naming
 from data.readers import Document
 from data.split import LOOK, Split, is_about, plan_split
 from data.tokenizer import (
@@ -75,8 +82,8 @@ def prepare(data: dict, tokenizer: dict, root: Path = Path("corpora"), known: Kn
         return open_mixture(data["corpora"])
     if data["source"] == "tokens":
         made = make_tokenizer(tokenizer, [], [])
-        files = sources.find(data["paths"], TOKENS)
-        return _say_share(open_token_files(files, made, data["validation"], data["validation_share"]), data)
+        paths = sources.find(data["paths"], TOKENS)
+        return _say_share(open_token_files(paths, made, data["validation"], data["validation_share"]), data)
     try:
         folder = corpus_folder(data, tokenizer, root)
     except ValueError:  # no such files
@@ -93,7 +100,7 @@ def prepare(data: dict, tokenizer: dict, root: Path = Path("corpora"), known: Kn
         root.mkdir(parents=True, exist_ok=True)
         with FileLock(root / f".{folder.name}.lock"):
             if not folder.exists():  # nobody made it while we waited
-                with naming(folder):
+                with files.naming(folder):
                     prepare_part(data, tokenizer, folder, 0, 1)
                     merge_parts(data, tokenizer, folder, 1)
     return _say_share(open_corpus(folder), data)
@@ -116,10 +123,10 @@ def corpus_folder(data: dict, tokenizer: dict, root: Path) -> Path:
         vocabulary.pop("parse_special", None)
     if tokenizer["path"] is not None:  # what it holds counts, not where it is
         path = Path(tokenizer["path"])
-        files = sorted(file for file in path.glob("*") if file.is_file()) if path.is_dir() else [path]
-        if not files or not files[0].is_file():
+        found = sorted(file for file in path.glob("*") if file.is_file()) if path.is_dir() else [path]
+        if not found or not found[0].is_file():
             raise ValueError(f"tokenizer.path: there is no tokenizer in {path}")
-        vocabulary["content"] = [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]
+        vocabulary["content"] = [hashlib.sha256(file.read_bytes()).hexdigest() for file in found]
     content = [FORMAT, text, sources.identity(data), vocabulary]
     key = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:10]
     name = f"{tokenizer['kind']}{tokenizer['vocab_size'] or tokenizer['encoding'] or ''}"
@@ -153,8 +160,8 @@ def make_plan(data: dict, tokenizer: dict, folder: Path) -> tuple[Split, Tokeniz
             print(remark)
         make_tokenizer(tokenizer, training, chain(some, unread)).save(work / "tokenizer")
         _write_json(work / "plan.json", {"split": asdict(split), "source_hash": _source_hash(data)})
-    plan = json.loads((work / "plan.json").read_text(encoding="utf-8"))
-    return Split(**plan["split"]), load_tokenizer(work / "tokenizer")
+    with advising(delete(work)):
+        return files.read_json(work / "plan.json", Plan)["split"], load_tokenizer(work / "tokenizer")
 
 
 def _source_hash(data: dict) -> str:
@@ -244,9 +251,9 @@ def prepare_part(data: dict, tokenizer: dict, folder: Path, part: int, parts: in
     """Writes the shards of one of several parts; one that was killed goes on behind its last finished shard."""
     work = work_folder(folder)
     work.mkdir(parents=True, exist_ok=True)
-    with naming(work), FileLock(work / "plan.lock"):
+    with files.naming(work), FileLock(work / "plan.lock"):
         split, made = make_plan(data, tokenizer, folder)
-    with naming(work), FileLock(work / f"{part_name(part, parts)}.lock"):  # the same part, started twice
+    with files.naming(work), FileLock(work / f"{part_name(part, parts)}.lock"):  # the same part, started twice
         _write_part(data, folder, split, made, part, parts)
 
 
@@ -387,6 +394,22 @@ def _encoded(
             yield waiting.popleft().result()
 
 
+class Plan(TypedDict):
+    """plan.json"""
+
+    split: Split
+    source_hash: str
+
+
+class State(TypedDict):
+    """state.json of a part"""
+
+    groups: Count
+    done: bool
+    rest: Annotated[str, Field(pattern=r"^rest_\d+\.npz$")]
+    splits: Splits
+
+
 class PartWriter:
     """The shards of a part, and state.json: how many groups of documents they and the unfinished rest hold."""
 
@@ -398,11 +421,11 @@ class PartWriter:
         self.rest = {name: [] for name in SPLITS}  # arrays that fill no shard yet, of conversations in two rows: masks
         folder.mkdir(parents=True, exist_ok=True)
         if (folder / "state.json").exists():
-            state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
-            self.groups, self.done, self.splits = state["groups"], state["done"], state["splits"]
-            if not self.done:
-                with np.load(folder / state["rest"]) as rest:
-                    self.rest = {name: [rest[name]] if name in rest else [] for name in SPLITS}
+            with advising(delete(folder.parent)):
+                state = files.read_json(folder / "state.json", State)
+                self.groups, self.done, self.splits = state["groups"], state["done"], state["splits"]
+                if not self.done:
+                    self.rest = _read_rest(folder / state["rest"])
 
     @property
     def tokens(self) -> int:
@@ -464,6 +487,14 @@ class PartWriter:
                 old.unlink()
 
 
+def _read_rest(path: Path) -> dict[str, list[np.ndarray]]:
+    try:
+        with np.load(path) as rest:
+            return {name: [rest[name]] if name in rest else [] for name in SPLITS}
+    except (OSError, EOFError, ValueError, BadZipFile, zlib.error) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
+
+
 def _write_json(path: Path, content: dict):
     _write(path, json.dumps(content, indent=2).encode())
 
@@ -484,7 +515,8 @@ def _write(path: Path, content: bytes):
 def merge_parts(data: dict, tokenizer: dict, folder: Path, parts: int):
     """Checks every shard of every part, writes the manifest, and gives the folder its name."""
     work = work_folder(folder)
-    made = load_tokenizer(work / "tokenizer") if (work / "plan.json").exists() else None
+    with advising(delete(work)):
+        made = load_tokenizer(work / "tokenizer") if (work / "plan.json").exists() else None
     splits = {name: {"documents": 0, "tokens": 0, "bytes": 0, "shards": []} for name in SPLITS}
     names = tuple(part_name(part, parts) for part in range(parts))
     for part, name in enumerate(names):
@@ -493,9 +525,8 @@ def merge_parts(data: dict, tokenizer: dict, folder: Path, parts: int):
             raise ValueError(f"part {part} of {parts} is not prepared: run it with shard_index={part}")
         for name, split in writer.splits.items():
             for shard in split["shards"]:
-                check_shard(work, shard, writer.dtype, full=True)
-                if (mask := mask_of(shard)) is not None:
-                    check_shard(work, mask, np.dtype(np.uint8), full=True)
+                with advising(delete(work)):
+                    check_shard(work, shard, writer.dtype, full=True)
             for field in ("documents", "tokens", "bytes", "shards"):
                 splits[name][field] += split[field]
     for name, split in splits.items():
@@ -505,7 +536,8 @@ def merge_parts(data: dict, tokenizer: dict, folder: Path, parts: int):
                 f"no document is there for {name}: data.validation {data['validation']} and "
                 f"data.validation_share {data['validation_share']} must leave some for both{limit}"
             )
-    plan = json.loads((work / "plan.json").read_text(encoding="utf-8"))
+    with advising(delete(work)):
+        plan = files.read_json(work / "plan.json", Plan)
     if plan["source_hash"] != _source_hash(data):
         raise ValueError(f"the text has changed while it was prepared: delete {work} and start again")
     others = [path for path in work.glob("part_*_of_*") if not path.name.startswith(names)]
@@ -519,7 +551,7 @@ def merge_parts(data: dict, tokenizer: dict, folder: Path, parts: int):
         "source": {**data, **sources.identity(data)},
         "source_hash": plan["source_hash"],
         "content": sources.content(data),
-        "split": plan["split"],
+        "split": asdict(plan["split"]),
         "splits": splits,
     }
     _write_json(work / "manifest.json", manifest)
