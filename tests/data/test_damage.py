@@ -2,12 +2,14 @@
 
 import json
 import re
+import resource
 import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from conf.entry import one_line
 from data import prepare as prepare_module
 from data.corpus import open_corpus
 from data.prepare import corpus_folder, merge_parts, prepare, prepare_part, work_folder
@@ -260,3 +262,29 @@ def test_a_token_beyond_the_vocabulary_is_refused_by_its_number(corpus):
         ValueError, match=re.escape("token 300 in the text is outside the tokenizer's vocabulary of 257")
     ):
         text.read(0, 6)
+
+
+@pytest.mark.parametrize("room", [50, 300, 900, 2000])
+def test_a_full_disk_while_preparing_is_a_line_with_a_path_and_with_room_it_goes_on(tmp_path, monkeypatch, room):
+    """From the tokenizer's vocabulary on, to the last shard and the manifest."""
+    small_shards(monkeypatch)
+    monkeypatch.setattr(prepare_module, "SHARD_TOKENS", 1200)
+    data, root = settings(tmp_path), tmp_path / "corpora"
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, hard))
+    try:
+        with pytest.raises(OSError) as full:
+            prepare(data, BYTES, root)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert re.fullmatch(rf"{re.escape(str(root))}/\S+: File too large", one_line(full.value))
+    assert not corpus_folder(data, BYTES, root).exists()
+    assert prepare(data, BYTES, root).fingerprint() == prepare(data, BYTES, tmp_path / "others").fingerprint()
+
+
+def test_a_place_for_corpora_that_cannot_be_written_is_a_line_with_its_path(tmp_path):
+    (tmp_path / "file").touch()
+    for root in (tmp_path / "file", tmp_path / "file" / "corpora", Path("/proc/corpora")):
+        with pytest.raises(OSError) as caught:
+            prepare(settings(tmp_path), BYTES, root)
+        assert one_line(caught.value).startswith(f"{root}: ")
