@@ -65,6 +65,7 @@ def of_checkpoint(path: str | None, name: str):
     """An argument of a checkpoint's model; or the seq_len that it was trained with, or the folder of its tokenizer."""
     if path is None:
         raise ValueError("a model and tokenizer from_checkpoint need init_from, got null: give init_from=RUN")
+    path = os.path.expanduser(path)
     run = Path(path) if Path(path).is_dir() else Path(path.rpartition(":")[0] or path)  # RUN:best, of one model all
     folders = [run, *sorted(run.glob("checkpoints/step_*"), reverse=True)]
     folder = next((folder for folder in folders if (folder / "model.json").is_file()), None)

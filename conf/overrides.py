@@ -25,6 +25,8 @@ def readable(argument: str, schema: type, several: bool) -> str:
     name, equals, value = argument.partition("=")
     if not equals or argument.startswith("-"):
         return argument
+    if any("\ud800" <= letter <= "\udfff" for letter in argument):  # as Python reads bytes that are no text
+        raise ValueError(f"{ascii(argument)[1:-1][:SHOWN]} is no text in UTF-8")
     text = _is_text(name, schema) and not several
     if value.count(",") >= MOST_ITEMS and not text:
         raise ValueError(

@@ -641,7 +641,8 @@ def check_rules(cfg):
             )
     if cfg.init_from is not None and cfg.resume not in (None, "auto"):
         raise ValueError(f"a run begins with resume or with init_from, got both: {cfg.resume} and {cfg.init_from}")
-    if cfg.max_time is not None and not re.fullmatch(r"(?=.)(\d+d)?(\d+h)?(\d+m)?(\d+s)?", cfg.max_time):
+    a_time = r"(?=.)(\d{1,9}d)?(\d{1,9}h)?(\d{1,9}m)?(\d{1,9}s)?"
+    if cfg.max_time is not None and not re.fullmatch(a_time, cfg.max_time):
         raise ValueError(f"max_time must look like 3h50m, 90m or 45s, got {cfg.max_time}")
     for name in ("kernels", "compile"):
         if getattr(cfg, name) not in (True, False, "auto"):

@@ -69,6 +69,8 @@ def find(paths: list[str], endings: tuple[str, ...] = TEXT + ROWS) -> list[str]:
             raise ValueError(f"data.paths: no file matches {pattern}, seen from {Path.cwd()}")
         if archives := [path for path in matches if ending(path) in ARCHIVES]:
             raise ValueError(f"{archives[0]} is an archive: unpack it, and give its files")
+        if strange := [path for path in matches if any("\ud800" <= letter <= "\udfff" for letter in path)]:
+            raise ValueError(f"data.paths: {strange[0]!a} has a name that is not UTF-8: rename it")
         found.update({os.path.abspath(path): path for path in sorted(matches, reverse=True)})
     return sorted(found.values())
 

@@ -10,7 +10,10 @@ TIME_IS_UP = 1000  # where the number of a signal stands else; no signal has it
 
 
 class Interruption:
-    """Listens for signals (a second one ends the process at once) and watches the time limit, in seconds or None.
+    """Listens for signals and watches the time limit, in seconds or None.
+
+    A second signal ends the process at once. SIGHUP is neither first nor second: a terminal that closes sends it twice,
+    and a system that ends a session with SIGTERM.
 
     `wanted` is 0, the number of a signal, or TIME_IS_UP. The latter comes early enough for one more step, with all that
     may be due behind it, and for the last checkpoint: each as long as the longest step so far.
@@ -31,10 +34,13 @@ class Interruption:
             signal.signal(number, handler)
 
     def _heard(self, number: int, _frame):
-        if self.signal:
+        if number == signal.SIGHUP:
+            self.signal = self.signal or number
+        elif self.signal in (0, signal.SIGHUP):
+            self.signal = number
+        else:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
-        self.signal = number
 
     def wanted(self) -> int:
         """Asked once a step."""

@@ -9,7 +9,7 @@ import sys
 import pytest
 from commands import command
 
-from conf.entry import REPOSITORY, entry_point, run_dir
+from conf.entry import REPOSITORY, entry_point, of_checkpoint, run_dir
 from conf.schema import Train
 
 TRAIN = str(REPOSITORY / "train.py")
@@ -181,3 +181,10 @@ def test_an_environment_that_names_no_rank_is_one_line(name, value):
     assert result.returncode == 2 and result.stdout == ""
     assert result.stderr.count("\n") == 1
     assert f"error: {name} of the environment must be a number from" in result.stderr and repr(value) in result.stderr
+
+
+def test_settings_of_a_checkpoint_are_found_in_a_home_folder(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base" / "model.json").write_text('{"seq_len": 32, "arguments": {"d_model": 16}}')
+    assert (of_checkpoint("~/base", "seq_len"), of_checkpoint("~/base", "d_model")) == (32, 16)

@@ -85,6 +85,7 @@ def test_a_list_is_given_back_with_quotes_that_a_shell_and_hydra_read_as_it_was_
         ("ü=3", "ü=3 is no setting: settings have the form name=value"),
         (f"skip_batches=[{'1,' * MOST_ITEMS}1]", "skip_batches has 2,001 items, too many for a command line"),
         ("data.paths=" + "[" * 4000, "cannot be read"),
+        ("data.paths=[\udcff.txt]", "data.paths=[\\udcff.txt] is no text in UTF-8"),
     ],
 )
 def test_what_has_parts_is_given_back(given, message):

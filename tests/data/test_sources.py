@@ -15,7 +15,7 @@ import pyarrow.parquet
 import pytest
 
 from data import shakespeare, sources
-from data.readers import Document
+from data.readers import Document, find
 from data.shakespeare import play_script
 from data.split import plan_split, share_hash
 
@@ -565,3 +565,9 @@ def test_a_document_that_is_alone_is_cut_at_a_line_break():
     assert len(train.text) == len(held.text) == 50
     with pytest.raises(ValueError, match="too short"):
         split([Document("one", "a")], [], 0.2)
+
+
+def test_a_file_whose_name_is_no_text_is_refused_by_name(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "walk", lambda *_, **__: [("books", [], ["\udce9t\udce9.txt"])])  # not every disk has it
+    with pytest.raises(ValueError, match=r"books/\\udce9t\\udce9.txt' has a name that is not UTF-8: rename it"):
+        find([str(tmp_path)])

@@ -19,6 +19,17 @@ def test_a_signal_is_kept_until_asked_for_and_handlers_come_back(number):
     assert interruption.exit_code(number) == 128 + number
 
 
+@pytest.mark.parametrize("names", ["HUP HUP HUP", "TERM HUP HUP", "HUP TERM HUP", "HUP INT"])
+def test_a_terminal_that_closes_ends_no_process_at_once_however_often_it_says_so(monkeypatch, names):
+    numbers, ended = [signal.Signals[f"SIG{name}"] for name in names.split()], []
+    with Interruption(None, time.monotonic()) as interrupted:
+        monkeypatch.setattr(os, "kill", lambda _, number: ended.append(number))
+        for number in numbers:
+            signal.raise_signal(number)
+        assert ended == []
+        assert interrupted.wanted() == next((one for one in numbers if one != signal.SIGHUP), signal.SIGHUP)
+
+
 def test_a_hangup_that_nohup_ignores_stays_ignored():
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
@@ -46,7 +57,7 @@ def test_a_time_limit_is_read(limit, expected):
     assert interruption.seconds(limit) == expected
 
 
-@pytest.mark.parametrize("limit", ["", "3", "3h50", "50m3h", "-1s", "1.5h"])
+@pytest.mark.parametrize("limit", ["", "3", "3h50", "50m3h", "-1s", "1.5h", 400 * "9" + "d"])
 def test_what_is_no_time_limit_is_refused(settings, limit):
     with pytest.raises(ValueError, match="max_time must look like 3h50m"):
         settings(f"max_time='{limit}'")
