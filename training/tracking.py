@@ -157,7 +157,8 @@ def start(
             for folder_of_none in set(place.glob("wandb/run-*")) - before:
                 shutil.rmtree(folder_of_none, ignore_errors=True)
     if run is None:  # nothing in the environment has a bearing on it
-        wandb.teardown()
+        if asked != "disabled":  # what failed to begin; a forked process has its parent's, and must leave it alone
+            wandb.teardown()
         theirs = {variable: os.environ.pop(variable) for variable in [*os.environ] if variable.startswith("WANDB_")}
         run = wandb.init(mode="disabled", settings=wandb.Settings(silent=True))
         os.environ |= theirs
