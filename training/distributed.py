@@ -138,7 +138,10 @@ def spread(model: GPT, forward: nn.Module, how: str, precision: str) -> nn.Modul
     half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
     policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32 if half else None)
     for block in model.blocks:
-        fully_shard([module for module in block.modules() if isinstance(module, nn.Linear)], mp_policy=policy)
+        if half is None or "forward" in vars(block):  # recomputed: whole blocks alone repeat their forward; in fp32
+            fully_shard(block)
+        else:
+            fully_shard([module for module in block.modules() if isinstance(module, nn.Linear)], mp_policy=policy)
     fully_shard(model)
     register_fsdp_forward_method(model, "read")
     return forward
