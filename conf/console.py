@@ -82,15 +82,14 @@ class Output(io.FileIO):
             return len(data)
 
 
-def guard_output(needed: bool = False, note: str = "") -> Output | None:
-    """Replaces sys.stdout and sys.stderr by streams that show what they can, and never raise -> the former's Output.
+def guard_output(needed: bool = False, note: str = ""):
+    """Replaces sys.stdout and sys.stderr by streams that show what they can, and never raise.
 
     What their encoding lacks is shown as an escape. With `needed`, stdout raises OSError where it cannot be written.
-    None where it is no descriptor's (of a notebook or a test). A closed stdin is an empty one.
+    A stream that is no descriptor's, of a notebook or a test, is left alone. A closed stdin is an empty one.
     """
     if sys.stdin is None:
         sys.stdin = open(os.devnull, encoding="utf-8")  # noqa: SIM115
-    outputs = {}
     for name, number in (("stderr", 2), ("stdout", 1)):
         stream, how = getattr(sys, name), {"encoding": "utf-8", "errors": "backslashreplace"}
         if stream is not None:
@@ -107,13 +106,13 @@ def guard_output(needed: bool = False, note: str = "") -> Output | None:
         if stream is None:
             output.error = OSError(errno.EBADF, "it is closed", STDOUT)
         setattr(sys, name, io.TextIOWrapper(output if how.get("write_through") else io.BufferedWriter(output), **how))
-        outputs[name] = output
-    return outputs.get("stdout")
 
 
-def check(output: Output | None):
-    """OSError where what was to be shown is lost; not where its reader has left, who has enough."""
-    if output is not None and output.error is not None and output.error.errno not in GONE:
+def check():
+    """OSError where what was to be shown on a guarded stdout is lost; not where its reader has left, who has enough."""
+    output = getattr(sys.stdout, "buffer", None)
+    output = getattr(output, "raw", output)
+    if isinstance(output, Output) and output.error is not None and output.error.errno not in GONE:
         raise output.error
 
 

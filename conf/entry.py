@@ -101,7 +101,7 @@ def entry_point(config_name: str, schema: type, actions: tuple[str, ...] = ()) -
         def main():
             os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # errors reach us as they are
             makes = config_name in MAKERS
-            output = console.guard_output(config_name == "generate", note="going on without" if makes else "")
+            console.guard_output(config_name == "generate", note="going on without" if makes else "")
             console.hear_signals()
             _check_ranks()
             text = _cut_text(sys.argv)
@@ -114,7 +114,7 @@ def entry_point(config_name: str, schema: type, actions: tuple[str, ...] = ()) -
                 _fail("several runs at once (-m) are for train.py")
             begun, failed, process = [], {}, os.getpid()  # of several runs: their numbers, and exit codes
 
-            def checked_run(composed: DictConfig):
+            def checked_run(composed: DictConfig):  # submitit pickles it with all that it refers to
                 begun.append(HydraConfig.get().job.get("num"))
                 try:
                     cfg = parse(composed, schema)
@@ -126,7 +126,7 @@ def entry_point(config_name: str, schema: type, actions: tuple[str, ...] = ()) -
                     run(cfg, action) if actions else run(cfg)
                     sys.stdout.flush()
                     if not makes:
-                        console.check(output)
+                        console.check()
                 except (ValueError, OmegaConfBaseException, OSError) as error:
                     if isinstance(error, BrokenPipeError) and error.filename == console.STDOUT:
                         return  # whoever read the output, `head` say, has enough
@@ -152,7 +152,7 @@ def entry_point(config_name: str, schema: type, actions: tuple[str, ...] = ()) -
 
             try:
                 if not makes:
-                    console.check(output)
+                    console.check()
                 sys.argv[1:] = [readable(argument, schema, several) for argument in sys.argv[1:]]
                 hydra.main(version_base="1.3", config_path="../conf", config_name=config_name)(checked_run)()
             except (HydraException, OmegaConfBaseException, ValueError, OSError) as error:

@@ -218,12 +218,12 @@ def main():
     plotting.add_argument("runs", nargs="+", type=Path)
     plotting.add_argument("--output", type=Path, default=Path("loss.png"))
     arguments = parser.parse_args()
-    output = guard_output()
+    guard_output()
     hear_signals()
     width = None if sys.stdout.isatty() else 1000  # in a file or a pipe nothing is folded
     console = Console(width=width, highlight=False, markup=False, emoji=False)
     try:
-        check(output)
+        check()
         if arguments.action == "list":
             show_list(arguments.folder, console)
         elif arguments.action == "compare":
@@ -231,7 +231,7 @@ def main():
         else:
             plot(arguments.runs, arguments.output)
         sys.stdout.flush()
-        check(output)
+        check()
     except (ValueError, OSError) as error:
         print(visible(f"error: {one_line(error)}", sys.stderr), file=sys.stderr)
         sys.exit(2)
