@@ -1,5 +1,6 @@
 """Ends a run in time: after the step at hand, with a checkpoint."""
 
+import math
 import os
 import re
 import signal
@@ -7,13 +8,15 @@ import time
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 TIME_IS_UP = 1000  # where the number of a signal stands else; no signal has it
+PASSED_ON = 5.0  # seconds in which torchrun says again what the terminal has said to all
 
 
 class Interruption:
     """Listens for signals and watches the time limit, in seconds or None.
 
-    A second signal ends the process at once. SIGHUP is neither first nor second: a terminal that closes sends it twice,
-    and a system that ends a session with SIGTERM.
+    A second signal ends the process at once. Under torchrun only after PASSED_ON seconds: Ctrl-C reaches every process
+    of a terminal, and torchrun sends each rank what it hears itself. SIGHUP is neither first nor second: a terminal
+    that closes sends it twice, and a system that ends a session with SIGTERM.
 
     `wanted` is 0, the number of a signal, or TIME_IS_UP. The latter comes early enough for one more step, with all that
     may be due behind it, and for the last checkpoint: each as long as the longest step so far.
@@ -22,7 +25,7 @@ class Interruption:
     def __init__(self, max_seconds: float | None, began: float):
         self.began, self.max_seconds = began, max_seconds
         self.longest, self.last = 0.0, None
-        self.signal = 0
+        self.signal, self.heard = 0, -math.inf
 
     def __enter__(self):
         ignored = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else set()  # by nohup
@@ -30,6 +33,8 @@ class Interruption:
         return self
 
     def __exit__(self, *_):
+        if self._is_passed_on():
+            return  # what is still to come must not end what follows the last checkpoint
         for number, handler in self.before.items():
             signal.signal(number, handler)
 
@@ -37,10 +42,14 @@ class Interruption:
         if number == signal.SIGHUP:
             self.signal = self.signal or number
         elif self.signal in (0, signal.SIGHUP):
-            self.signal = number
-        else:
+            self.signal, self.heard = number, time.monotonic()
+        elif not self._is_passed_on():
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
+
+    def _is_passed_on(self) -> bool:
+        """Whether a signal, now, is the first one once more."""
+        return "TORCHELASTIC_RUN_ID" in os.environ and time.monotonic() - self.heard < PASSED_ON
 
     def wanted(self) -> int:
         """Asked once a step."""

@@ -30,6 +30,28 @@ def test_a_terminal_that_closes_ends_no_process_at_once_however_often_it_says_so
         assert interrupted.wanted() == next((one for one in numbers if one != signal.SIGHUP), signal.SIGHUP)
 
 
+def test_torchrun_may_pass_a_signal_on_and_only_a_later_one_ends_a_rank(monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    before, now, ended = signal.getsignal(signal.SIGINT), [100.0], []
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(os, "kill", lambda _, number: ended.append(number))
+    try:
+        with Interruption(None, began=90.0) as interrupted:
+            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGTERM)
+            assert interrupted.wanted() == signal.SIGINT
+        signal.raise_signal(signal.SIGINT)  # while W&B is finished, say
+        assert ended == []
+        now[0] += interruption.PASSED_ON
+        signal.raise_signal(signal.SIGINT)
+        assert ended == [signal.SIGINT]
+    finally:
+        for number, handler in interrupted.before.items():
+            signal.signal(number, handler)
+    assert signal.getsignal(signal.SIGINT) == before
+
+
 def test_a_hangup_that_nohup_ignores_stays_ignored():
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
