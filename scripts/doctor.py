@@ -113,8 +113,9 @@ def trained_model(path: str, device: str) -> Patient:
 
 def held_out_text(about: dict, checkpoint_folder: Path, tokenizer: Tokenizer) -> tuple[str | None, Tensor | None, str]:
     """(text, its ids by the checkpoint's own tokenizer, where it is from); None for what is not here."""
-    if "data" not in about or "tokenizer" not in about:
+    if about.get("data") is None or "tokenizer" not in about:
         return None, None, "written by the model: it names none"
+    checkpoint.check_text(about, checkpoint_folder)
     known, why = learned_from(about, checkpoint_folder), None
     try:
         folder = corpus_folder(about["data"], about["tokenizer"], Path("corpora"))

@@ -93,6 +93,7 @@ def trained_on(folder: Path, tokenizer: Tokenizer) -> Corpus:
     about = checkpoint.read_about(folder)
     if about.get("data") is None or "tokenizer" not in about:
         raise ValueError(f"{folder} names no text of its own: give one, as data=files data.paths='[my.txt]'")
+    checkpoint.check_text(about, folder)
     movable = about["tokenizer"]["path"] is not None  # a file that may be elsewhere by now
     return prepared(folder, tokenizer, about["data"], None if movable else about["tokenizer"])
 

@@ -92,6 +92,27 @@ class About(TypedDict):
     corpus: NotRequired[TypedDict("LearnedFrom", {"folder": str, "fingerprint": str})]
 
 
+class Text(TypedDict):
+    """What a corpus is found by, of the settings data."""
+
+    source: str
+    paths: list[str]
+    max_tokens: Count | None
+    validation: list[str]
+    validation_share: FiniteFloat
+
+
+class Vocabulary(TypedDict):
+    """The same of the settings tokenizer."""
+
+    kind: str
+    vocab_size: Count | None
+    encoding: str | None
+    path: str | None
+    special: list[str]
+    train_chars: Count
+
+
 class OptimizerState(TypedDict):
     state: dict[Whole, dict[str, Any]]
     param_groups: list[dict[str, Any]]
@@ -465,6 +486,12 @@ def read_about(folder: Path) -> About:
     if unknown := set(about["arguments"]) - set(ARGUMENTS):
         raise ValueError(f"{folder / 'model.json'} is of another version: a model has no argument {unknown.pop()!r}")
     return about
+
+
+def check_text(about: About, folder: Path):
+    """ValueError unless its settings of text and tokenizer, which must be there, can name a corpus."""
+    for name, shape in (("data", Text), ("tokenizer", Vocabulary)):
+        check_shape(about[name], shape, f"{name} in {folder / 'model.json'}")
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:
