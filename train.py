@@ -66,7 +66,7 @@ def _train(cfg: Train, run: Path, group: str | None, began: float) -> int:
     tracking.asked_mode(cfg.tracking.mode, cfg.tracking.project)
 
     # --- from the beginning, or from a checkpoint ---
-    start, saved, order = 0, {}, ORDER
+    start, saved, order, waited = 0, {}, ORDER, 0
     folder, weights_of = distributed.agreed(find_start, cfg, run)
     if folder is not None:
         about, saved = checkpoint.read_about(folder), checkpoint.load_training(folder)
@@ -75,8 +75,9 @@ def _train(cfg: Train, run: Path, group: str | None, began: float) -> int:
         check_same_settings(folder, saved["config"], asdict(cfg))
         for name, before, now in differences(saved["config"], asdict(cfg)):
             print(f"a setting has changed: {name} was {before}, is {now}")
+        waited = restored(folder, saved, cfg).waited
     steps = planned_steps(cfg, saved)
-    if steps is not None and nothing_left(cfg, steps, start, saved):
+    if steps is not None and nothing_left(cfg, steps, start, waited):
         return 0
 
     # --- the text ---
@@ -93,9 +94,9 @@ def _train(cfg: Train, run: Path, group: str | None, began: float) -> int:
     if steps is None:
         steps = batches.steps(cfg.epochs)
         check_warmup(cfg.schedule, steps)
-        if nothing_left(cfg, steps, start, saved):
+        if nothing_left(cfg, steps, start, waited):
             return 0
-    end = min(steps, cfg.stop_after or steps)
+    end = ends_at(cfg, steps)
     if weights_of is not None:
         checkpoint.check_same_tokenizer(weights_of, tokenizer)
     try:
@@ -183,7 +184,7 @@ def _train(cfg: Train, run: Path, group: str | None, began: float) -> int:
                 scaler.load_state_dict(saved["scaler"])
             if distributed.rank() < len(saved["rng"]):  # else there were fewer ranks
                 checkpoint.set_rng_state(saved["rng"][distributed.rank()])
-            samples, guard = list(saved["samples"]), restored(saved, cfg)
+            samples, guard = list(saved["samples"]), restored(folder, saved, cfg)
         except (RuntimeError, TypeError, LookupError) as error:  # what torch says to another machine's or version's
             raise ValueError(f"{folder}/training.pt does not fit this program: {error!r}") from error
 
@@ -465,12 +466,19 @@ def planned_steps(cfg: Train, saved: dict) -> int | None:
     return cfg.steps
 
 
-def nothing_left(cfg: Train, steps: int, start: int, saved: dict) -> bool:
-    """Whether a run that is started again and again has come to its good end. ValueError for one that is not."""
-    end = min(steps, cfg.stop_after or steps)
+def ends_at(cfg: Train, steps: int) -> int:
+    return min(steps, cfg.stop_after or steps)
+
+
+def nothing_left(cfg: Train, steps: int, start: int, waited: int) -> bool:
+    """Whether a run that is started again and again has come to its good end. ValueError for one that is not.
+
+    waited: evaluations without a lower validation loss.
+    """
+    end = ends_at(cfg, steps)
     if start >= end:
         nothing = f"nothing left to do: {start} steps are done, the run ends at {end}; give more steps"
-    elif saved and cfg.patience is not None and restored(saved, cfg).waited >= cfg.patience:
+    elif cfg.patience is not None and waited >= cfg.patience:
         nothing = f"nothing left to do: {start} steps are done, and patience={cfg.patience} has ended; give more"
     else:
         return False
@@ -480,9 +488,12 @@ def nothing_left(cfg: Train, steps: int, start: int, saved: dict) -> bool:
     return True
 
 
-def restored(saved: dict, cfg: Train) -> guards.Guard:
+def restored(folder: Path, saved: dict, cfg: Train) -> guards.Guard:
     """What a checkpoint remembers of its steps; of validation only what was measured as it is now."""
-    guard = guards.Guard(**saved["guard"])
+    try:
+        guard = guards.Guard(**saved["guard"])
+    except TypeError as error:  # of another version
+        raise ValueError(f"{folder}/training.pt does not fit this program: {error!r}") from error
     if saved["config"].get("evaluation_tokens") != cfg.evaluation_tokens:
         guard.lowest, guard.lowest_step, guard.waited = math.inf, None, 0
     return guard

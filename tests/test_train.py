@@ -136,6 +136,7 @@ def half_as_long(state: dict):
     state.update({name: value[: len(value) // 2] for name, value in state.items() if value.ndim > 0})
 
 
+@pytest.mark.parametrize("patience", [["patience=2"], []], ids=["patience", ""])
 @pytest.mark.parametrize(
     "damage",
     [
@@ -147,7 +148,7 @@ def half_as_long(state: dict):
     ],
     ids=["random state", "guard", "a weight too many", "half a moment", "groups"],
 )
-def test_what_training_cannot_go_on_with_is_one_line(run, monkeypatch, damage):
+def test_what_training_cannot_go_on_with_is_one_line(run, monkeypatch, damage, patience):
     run("one", "stop_after=1")
     real = checkpoint.load_training
 
@@ -158,7 +159,7 @@ def test_what_training_cannot_go_on_with_is_one_line(run, monkeypatch, damage):
 
     monkeypatch.setattr(checkpoint, "load_training", damaged)
     with pytest.raises(ValueError, match=r"the checkpoint's optimizer|training\.pt does not fit"):
-        run("one", "resume=auto")
+        run("one", "resume=auto", *patience)
 
 
 def test_another_architecture_or_tokenizer_is_not_resumed(run, tmp_path):

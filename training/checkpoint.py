@@ -93,13 +93,22 @@ class About(TypedDict):
 
 
 class Text(TypedDict):
-    """What a corpus is found by, of the settings data."""
+    """What a corpus is found by, or made of, of the settings data."""
 
     source: str
     paths: list[str]
+    separator: str | None
+    column: str
+    encoding_errors: str
+    wheel: str | None
+    repo: str | None
+    config: str | None
+    split: str
+    revision: str | None
+    corpora: dict[str, FiniteFloat] | None
     max_tokens: Count | None
     validation: list[str]
-    validation_share: FiniteFloat
+    validation_share: Annotated[float, Field(gt=0, lt=1)]
 
 
 class Vocabulary(TypedDict):
@@ -107,10 +116,24 @@ class Vocabulary(TypedDict):
 
     kind: str
     vocab_size: Count | None
+    pattern: str | None
     encoding: str | None
     path: str | None
-    special: list[str]
+    beginning: str | None
+    special: Annotated[list[str], Field(min_length=1)]
     train_chars: Count
+
+
+NEEDED = {  # by a source, or a kind of tokenizer
+    "hub": ["repo"],
+    "mixture": ["corpora"],
+    "corpus": ["paths"],
+    "tokens": ["paths"],
+    "bpe": ["vocab_size", "pattern"],
+    "tiktoken": ["encoding"],
+    "json": ["path"],
+    "saved": ["path"],
+}
 
 
 class OptimizerState(TypedDict):
@@ -137,6 +160,20 @@ class Sample(TypedDict):
     text: str
 
 
+class GuardState(TypedDict, total=False):
+    """training.guards.Guard; older ones lack some."""
+
+    losses: list[FiniteFloat]
+    skip: list[Whole]
+    skipped: Whole
+    in_a_row: Whole
+    spikes: Whole
+    rollbacks: Whole
+    lowest: float
+    lowest_step: Whole | None
+    waited: Whole
+
+
 class Choices(TypedDict, total=False):
     precision: Precision
     kernels: bool
@@ -152,7 +189,7 @@ class Training(TypedDict):
     scaler: dict[str, Any]
     rng: list[RNG]
     samples: list[Sample]
-    guard: dict[str, Any]
+    guard: GuardState
     choices: Choices
     corpus: str
     config: Settings
@@ -490,8 +527,11 @@ def read_about(folder: Path) -> About:
 
 def check_text(about: About, folder: Path):
     """ValueError unless its settings of text and tokenizer, which must be there, can name a corpus."""
-    for name, shape in (("data", Text), ("tokenizer", Vocabulary)):
-        check_shape(about[name], shape, f"{name} in {folder / 'model.json'}")
+    for name, shape, kind in (("data", Text, "source"), ("tokenizer", Vocabulary, "kind")):
+        where, settings = f"{name} in {folder / 'model.json'}", about[name]
+        check_shape(settings, shape, where)
+        if lacking := [one for one in NEEDED.get(settings[kind], []) if not settings[one]]:
+            raise ValueError(f"{where} is damaged: {kind} {settings[kind]} needs {lacking[0]}")
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:

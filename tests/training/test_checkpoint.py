@@ -483,6 +483,8 @@ TRAININGS = {
     "settings of another kind": (memory() | {"config": [1]}, "config should be a valid dictionary, got"),
     "settings without an optimizer": (memory() | {"config": {}}, r"config\.optimizer is missing"),
     "samples of another kind": (memory() | {"samples": [5]}, r"samples\.0 should be a valid dictionary, got 5"),
+    "a guard of another kind": (memory() | {"guard": {"waited": "long"}}, r"guard\.waited should be a valid integer"),
+    "losses of another kind": (memory() | {"guard": {"losses": 3.0}}, r"guard\.losses should be a valid list"),
     "a choice of another kind": (memory() | {"choices": {"micro_batch": [8]}}, r"choices\.micro_batch should be"),
 }
 

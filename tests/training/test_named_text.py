@@ -7,7 +7,10 @@ import pytest
 from training import checkpoint
 
 DATA = {"source": "files", "paths": ["a"], "max_tokens": None, "validation": [], "validation_share": 0.1}
-TOKENIZER = {"kind": "bytes", "vocab_size": None, "encoding": None, "path": None, "special": [], "train_chars": 9}
+DATA |= dict.fromkeys(("separator", "wheel", "repo", "config", "revision", "corpora"))
+DATA |= {"column": "text", "encoding_errors": "strict", "split": "train"}
+TOKENIZER = {"kind": "bytes", "special": ["<|endoftext|>"], "train_chars": 9}
+TOKENIZER |= dict.fromkeys(("vocab_size", "pattern", "encoding", "path", "beginning"))
 
 
 @pytest.mark.parametrize(
@@ -17,10 +20,15 @@ TOKENIZER = {"kind": "bytes", "vocab_size": None, "encoding": None, "path": None
         ("data", {"source": 5}),
         ("data", {"validation": None}),
         ("data", {"validation_share": "0.1"}),
+        ("data", {"validation_share": float("nan")}),
         ("data", {"max_tokens": 10**30}),
+        ("data", {"column": None}),
+        ("data", {"wheel": 5}),
+        ("data", {"corpora": ["a"]}),
         ("tokenizer", {"kind": []}),
         ("tokenizer", {"path": {}}),
         ("tokenizer", {"special": "x"}),
+        ("tokenizer", {"special": []}),
     ],
 )
 def test_settings_of_a_text_with_wrong_values_are_a_line_with_the_file(name, changes):
@@ -29,3 +37,19 @@ def test_settings_of_a_text_with_wrong_values_are_a_line_with_the_file(name, cha
     for wrong in (about[name] | changes, {key: about[name][key] for key in about[name] if key not in changes}):
         with pytest.raises(ValueError, match=rf"^{name} in run/model.json is damaged: {next(iter(changes))} "):
             checkpoint.check_text(about | {name: wrong}, Path("run"))
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "lacking"),
+    [
+        ("data", {"source": "hub"}, "source hub needs repo"),
+        ("data", {"source": "mixture", "corpora": {}}, "source mixture needs corpora"),
+        ("data", {"source": "corpus", "paths": []}, "source corpus needs paths"),
+        ("tokenizer", {"kind": "bpe"}, "kind bpe needs vocab_size"),
+        ("tokenizer", {"kind": "tiktoken"}, "kind tiktoken needs encoding"),
+    ],
+)
+def test_settings_of_a_text_that_lack_what_their_kind_needs_are_a_line(name, changes, lacking):
+    about = {"data": DATA, "tokenizer": TOKENIZER}
+    with pytest.raises(ValueError, match=rf"^{name} in run/model.json is damaged: {lacking}$"):
+        checkpoint.check_text(about | {name: about[name] | changes}, Path("run"))
