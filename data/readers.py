@@ -240,6 +240,11 @@ def _table(path: str, data: dict) -> Iterator[Document]:
                 where = f"{path}, line {rows.line_num}"
                 if None in row:
                     raise ValueError(f"{where} has more cells than the first line: a text with commas needs quotes")
+                if None in row.values():
+                    raise ValueError(
+                        f"{where} has fewer cells than the first line: a text with line breaks needs quotes, and an "
+                        "empty cell what separates it"
+                    )
                 yield document(row, f"{path}:{i}", where, data, path)
         except csv.Error as error:
             where = f"{path}, the row from line {rows.line_num + 1} on"

@@ -295,6 +295,8 @@ def test_rows_that_are_no_rows_are_named_with_their_place(tmp_path, content, mes
     [
         ("txt\na\n", "a.csv, line 2 has no text: set data.column, there is txt"),
         ("text\nhello, world\n", "a.csv, line 2 has more cells than the first line"),
+        ("id,text\n1,a\n2\n", "a.csv, line 3 has fewer cells than the first line"),
+        ("text,id\na\nb,1\n", "a.csv, line 2 has fewer cells than the first line"),
         ('id,text\n1,"never closed\n2,b\n', "a.csv, the row from line 2 on: unexpected end of data"),
         (b"id,text\n1,caf\xe9\n", "a.csv is not UTF-8.*byte 13;"),
     ],
@@ -306,8 +308,8 @@ def test_a_table_that_does_not_fit_is_named_with_the_line(tmp_path, content, mes
         read(["a.csv"])
 
 
-def test_a_cell_of_a_table_may_be_long_and_a_missing_one_is_no_text(tmp_path):
-    (tmp_path / "a.csv").write_text("id,text\n1," + "x" * 1_000_000 + "\n2\n\n3,y\n")
+def test_a_cell_of_a_table_may_be_long_and_an_empty_one_is_no_text(tmp_path):
+    (tmp_path / "a.csv").write_text("id,text\n1," + "x" * 1_000_000 + "\n2,\n\n3,y\n")
     assert [len(text) for _, text in read(["a.csv"])] == [1_000_000, 1]
 
 
