@@ -151,7 +151,7 @@ def make_plan(data: dict, tokenizer: dict, folder: Path) -> tuple[Split, Tokeniz
         some = list(_first(stream, max(tokenizer["train_chars"], LOOK)))
         rest = next(stream, None)
         if not some:
-            raise ValueError("data: there is no text in it, every document is empty")
+            raise ValueError(f"data: {sources.nothing(data)}")
         split = plan_split(some, rest is None, data["validation"], data["validation_share"])
         learned = _first(some, tokenizer["train_chars"])
         training = (d.text for document in learned for which, d in split.pieces(document) if which == "train")

@@ -55,6 +55,14 @@ def check(data: dict):
                 raise ValueError(f"data.validation: {pattern} is no document of the Hub, such as {data['repo']}:0:17")
 
 
+def nothing(data: dict) -> str:
+    """Why there are no documents."""
+    if not (settings := chat.columns(data)):
+        return "there is no text in it, every document is empty"
+    where = ", ".join(f"{name}={column}" for name, column in settings.items())
+    return f"there is nothing to learn in it, no turn of the role {chat.ANSWERS} says anything ({where})"
+
+
 def remarks(data: dict, some: list[Document]) -> list[str]:
     """What a user should know of how files are read, by their first documents: one line each."""
     found = []

@@ -75,8 +75,14 @@ def plan_split(some: list[Document], complete: bool, validation: list[str], shar
         split = Split([], share)
     else:  # a twentieth of what is known, at most, hangs on one hash
         split = Split([], share, cut=share, longest=max(share / 4, 0.01) * max(sum(sizes), LOOK))
-    if complete and all(which == "validation" for document in some for which, _ in split.pieces(document)):
-        raise ValueError(f"nothing is left to train on: all {len(some)} documents are held out for validation")
+    sides = {which for document in some for which, _ in split.pieces(document)} if complete else set()
+    if len(sides) == 1:
+        equal = ", for they are equal" if len(some) > 1 and len({document.text for document in some}) == 1 else ""
+        if sides == {"validation"}:
+            what = f"nothing is left to train on: all {len(some)} documents are held out for validation"
+        else:
+            what = f"nothing is held out for validation: all {len(some)} documents are to train on"
+        raise ValueError(what + equal)
     return split
 
 

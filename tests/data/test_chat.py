@@ -283,6 +283,23 @@ def test_rows_without_an_answer_are_left_out_and_counted(capsys):
     assert "3 rows are left out: there is no answer in them" in capsys.readouterr().out
 
 
+def test_conversations_without_a_single_answer_are_one_line_that_says_so():
+    write([{"messages": messages(turns)} for turns in ([("user", "hi")], [("system", "be kind"), ("user", "hi")])])
+    with pytest.raises(ValueError, match="nothing to learn in it, no turn of the role assistant says anything"):
+        prepare(settings_of(), BYTES)
+    with pytest.raises(ValueError, match=r"\(data.messages_column=messages\)$"):
+        prepare(settings_of(), BYTES)
+
+
+@pytest.mark.parametrize("share", [1e-9, 0.2, 1 - 1e-9])
+def test_equal_conversations_cannot_be_split(share):
+    write([{"messages": messages(ROWS[0])}] * 9)
+    with pytest.raises(
+        ValueError, match="all 9 documents are (to train on|held out for validation), for they are equal"
+    ):
+        prepare(settings_of(validation_share=share), BYTES)
+
+
 def test_a_list_in_the_column_of_texts_hints_at_messages_and_text_files_have_no_columns():
     with pytest.raises(ValueError, match="no text but list: set data.column, or data.messages_column if these are"):
         read([{"text": [{"role": "user", "content": "hi"}]}], messages_column=None)
