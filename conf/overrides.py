@@ -13,6 +13,7 @@ from hydra.errors import HydraException
 
 MOST_ITEMS = 2000  # of a list; the parser's time grows faster than a list does
 SHOWN = 200  # characters of a setting that cannot be read
+IF_ONE = "; or, where the commas belong to one text: "
 
 
 def readable(argument: str, schema: type, several: bool) -> str:
@@ -37,14 +38,15 @@ def readable(argument: str, schema: type, several: bool) -> str:
     if override is not None and not (text and _is_more_than_text(override)):
         return argument
     parts = not text and (value.startswith(("[", "{")) or (several and "," in value))
-    quoted = f"{name}={_quoted(value) if parts else QuotedString(value, Quote.double).with_quotes()}"
-    if _parsed(quoted) is None:
+    ways = _quoted(value) if parts else [QuotedString(value, Quote.double).with_quotes()]
+    ways = [f"{name}={way}" for way in ways if _parsed(f"{name}={way}") is not None]
+    if not ways:
         if not parts:
             raise ValueError(f"{argument[:SHOWN]} is no setting: settings have the form name=value")
         raise ValueError(f"{argument[:SHOWN]} cannot be read: write it into a yaml file of conf/, and choose that")
     if parts:
-        raise ValueError(f"{argument} needs quotes: {shlex.quote(quoted)}")
-    return quoted
+        raise ValueError(f"{argument} needs quotes: {IF_ONE.join(map(shlex.quote, ways))}")
+    return ways[0]
 
 
 def _parsed(argument: str) -> Override | None:
@@ -61,11 +63,20 @@ def _is_more_than_text(override: Override) -> bool:
     return override.is_sweep_override() or not isinstance(override.value(), str | None)
 
 
-def _quoted(parts: str) -> str:
-    """A list, or values separated by commas, with quotes around those that need them."""
-    if not parts.startswith(("[", "{")):
-        return ",".join(map(_as_item, _split(parts)))
-    return "[" + ",".join(map(_as_item, _split(parts[1:-1]))) + "]" if parts[0] + parts[-1] == "[]" else parts
+def _quoted(parts: str) -> list[str]:
+    """A list, or values separated by commas, with quotes around those that need them; and as one text, commas and all.
+
+    The latter where there are commas, and no quotes yet that tell which of them separate.
+    """
+    begin, end = ("[", "]") if parts.startswith("[") else ("", "")
+    if parts.startswith("{") or not parts.endswith(end) or re.search(r"\]\s*,\s*\[", parts):
+        return []
+    inner = parts[len(begin) : len(parts) - len(end)]
+    items = [item for item in _split(inner) if item]
+    ways = [",".join(map(_as_item, items))] if items else []
+    if "," in inner and not any(item.startswith(("'", '"')) for item in items):
+        ways.append(QuotedString(inner.strip(), Quote.double).with_quotes())
+    return [begin + way + end for way in ways]
 
 
 def _split(items: str) -> list[str]:

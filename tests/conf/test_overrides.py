@@ -7,7 +7,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from conf.overrides import MOST_ITEMS, readable
+from conf.overrides import IF_ONE, MOST_ITEMS, readable
 from conf.schema import Evaluate, Generate, Train
 
 STRANGE = [
@@ -66,9 +66,12 @@ def test_a_list_is_given_back_with_quotes_that_a_shell_and_hydra_read_as_it_was_
     items = ["a" + "".join(c for c in item if c not in ",\"'[]\\").strip() for item in others] + [strange.strip()]
     with pytest.raises(ValueError, match="needs quotes: ") as refused:
         readable(f"data.paths=[{','.join(items)}]", Train, several=False)
-    (pasted,) = shlex.split(str(refused.value).rpartition(" needs quotes: ")[2])
+    ways = str(refused.value).rpartition(" needs quotes: ")[2].split(IF_ONE)
+    (pasted,), *one = map(shlex.split, ways)
     assert pasted.startswith("data.paths=[")
     assert value_of(pasted) == items
+    may_be_one = others and not any(item.startswith("'") for item in items)  # no quotes yet that tell it
+    assert [value_of(*way) for way in one] == ([[",".join(items)]] if may_be_one else [])
 
 
 @pytest.mark.parametrize(
@@ -76,7 +79,11 @@ def test_a_list_is_given_back_with_quotes_that_a_shell_and_hydra_read_as_it_was_
     [
         ("data.paths=[q/ü.txt]", """data.paths=[q/ü.txt] needs quotes: 'data.paths=["q/ü.txt"]'"""),
         ("data.paths=['x,y',c=d]", """'data.paths=['"'"'x,y'"'"',"c=d"]'"""),
-        ("resume=a=b,c", """resume=a=b,c needs quotes: 'resume="a=b",c'"""),
+        ("resume=a=b,c", """resume=a=b,c needs quotes: 'resume="a=b",c'""" + IF_ONE + """'resume="a=b,c"'"""),
+        ("data.paths=[ü,x.txt]", """'data.paths=["ü",x.txt]'""" + IF_ONE + """'data.paths=["ü,x.txt"]'"""),
+        ("data.paths=[,]", """data.paths=[,] needs quotes: 'data.paths=[","]'"""),
+        ("data.paths=[ü,,b]", """needs quotes: 'data.paths=["ü",b]'""" + IF_ONE + """'data.paths=["ü,,b"]'"""),
+        ("data.paths=[ü],[b]", "data.paths=[ü],[b] cannot be read: write it into a yaml file"),
         (
             "data.corpora={corpora/ü: 1}",
             "data.corpora={corpora/ü: 1} cannot be read: write it into a yaml file of conf/",
