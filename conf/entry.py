@@ -76,7 +76,7 @@ def of_checkpoint(path: str | None, name: str):
     try:
         about = json.loads((folder / "model.json").read_text(encoding="utf-8"))
         return about["seq_len"] if name == "seq_len" else about["arguments"][name]
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise ValueError(f"init_from: {folder}/model.json does not say {name} ({error!r})") from error
 
 

@@ -183,6 +183,15 @@ def test_an_environment_that_names_no_rank_is_one_line(name, value):
     assert f"error: {name} of the environment must be a number from" in result.stderr and repr(value) in result.stderr
 
 
+@pytest.mark.parametrize("content", ["[" * 100_000, "", "[]", '{"arguments": 5}', '{"seq_len": ' + "1" * 5000])
+def test_a_checkpoint_that_does_not_say_a_setting_is_one_line(tmp_path, content):
+    (tmp_path / "model.json").write_text(content)
+    for name in ("seq_len", "d_model"):
+        with pytest.raises(ValueError, match=f"^init_from: .*/model.json does not say {name}") as error:
+            of_checkpoint(str(tmp_path), name)
+        assert "\n" not in str(error.value)
+
+
 def test_settings_of_a_checkpoint_are_found_in_a_home_folder(monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "base").mkdir()
