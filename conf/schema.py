@@ -648,7 +648,7 @@ def check_rules(cfg):
         if getattr(cfg, name) not in (True, False, "auto"):
             raise ValueError(f"{name} must be auto, true or false, got {getattr(cfg, name)}")
     if (cfg.steps is None) == (cfg.epochs is None):
-        given = "null and null" if cfg.steps is None else f"{cfg.steps} and {cfg.epochs}: give steps=null, too"
+        given = "null and null" if cfg.steps is None else f"{cfg.steps} and {cfg.epochs}: set one of them to null"
         raise ValueError(f"a run is as long as steps or epochs, one of them, says, got {given}")
     if cfg.dry_run and cfg.steps is None:
         raise ValueError(f"dry_run=true reads no text, which epochs={cfg.epochs} would need: give steps in their place")

@@ -285,10 +285,13 @@ def test_corpora_that_are_mixed_lie_in_the_home_folder_too(settings, monkeypatch
 def test_a_run_is_as_long_as_steps_or_as_epochs_say(settings):
     assert (settings().steps, settings().epochs) == (2400, None)
     assert (settings("epochs=0.5").steps, settings("epochs=0.5").epochs) == (None, 0.5)
-    for both in (["epochs=2", "steps=10"], ["epochs=2", "experiment=smoke"], ["steps=null"]):
+    for both in (["epochs=2", "steps=10"], ["steps=null"]):
         with pytest.raises(ValueError, match="steps or epochs, one of them"):
             settings(*both)
-    assert settings("epochs=2", "experiment=smoke", "steps=null").epochs == 2
+    for path in sorted((REPOSITORY / "conf" / "experiment").glob("*.yaml")):
+        shape = ["seq_len=8", "batch_tokens=64", "model=nano", "tokenizer=bytes", "data.paths=[a]"]
+        experiment = settings(f"experiment={path.stem}", *shape, "epochs=2")
+        assert (experiment.steps, experiment.epochs) == (None, 2)
     for wrong in ("0", "-1", "inf", "nan", "1e30"):
         with pytest.raises(ValueError, match="epochs"):
             settings(f"epochs={wrong}")
