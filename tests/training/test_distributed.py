@@ -52,6 +52,7 @@ RUNS = [
     ("back_fsdp", ["on_spike=rollback", "spike_window=2", "spike_sigmas=50", *FSDP]),
     ("bf16_ddp", ["precision=bf16"]),
     ("bf16_fsdp", ["precision=bf16", "activation_checkpointing=true", *FSDP]),
+    ("patience", ["steps=null", "epochs=2", "patience=1", "every.evaluate=1", "optimizer=adamw", "optimizer.lr=1e-30"]),
     ("signal", []),
 ]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -199,6 +200,14 @@ def test_a_signal_to_one_rank_ends_all_behind_the_same_step(launched):
     assert codes[0] == codes[1]
     assert codes[0]["signal"] == [128 + signal.SIGTERM, 3]
     assert checkpoint.find(launched / "runs" / "signal").name == "step_00000003"
+
+
+def test_ranks_end_together_where_validation_finds_nothing_lower(launched):
+    codes = [json.loads((launched / f"codes_{rank}.json").read_text())["patience"] for rank in (0, 1)]
+    assert codes == [[0, 2], [0, 2]]
+    run = launched / "runs" / "patience"
+    steps, an_epoch = checkpoint.load_training(checkpoint.find(run))["steps"], 1 / rows(run)[0]["epoch"]
+    assert steps - 1 < 2 * an_epoch <= steps
 
 
 def wait_for(condition, seconds: float = 150):
