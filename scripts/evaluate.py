@@ -22,8 +22,10 @@ from data.tokenizer import Tokenizer, load_tokenizer
 from insight import ngrams, report
 from model import GPT
 from model.few_rows import for_few_rows
-from training import auto, checkpoint
+from training import auto, checkpoint, estimate
 from training.evaluation import Evaluation, evaluate, windows
+
+A_TOKEN = 32  # bytes to sort n-grams in, at least
 
 
 @entry_point("evaluate", Evaluate)
@@ -40,7 +42,7 @@ def main(cfg: Evaluate):
         documents = sources.documents(asdict(cfg.data), cache=Path("corpora/downloads"))
         documents = list(documents)
         if not documents:
-            raise ValueError(f"data.paths: the files are empty: {', '.join(cfg.data.paths)}")
+            raise ValueError(f"data.paths {', '.join(cfg.data.paths)}: {sources.nothing(asdict(cfg.data))}")
         tokens, learned = encode_documents(documents, tokenizer)
         text = Tokens([tokens], learned=None if learned is None else Tokens([learned]))
         name = ", ".join(cfg.data.paths)
@@ -54,6 +56,7 @@ def main(cfg: Evaluate):
         raise ValueError(f"seq_len must be at most the model's max_seq_len, got {seq_len} and {model.max_seq_len}")
     if stride > seq_len:
         raise ValueError(f"stride must be at most seq_len, got {stride} and {seq_len}")
+    check_memory(cfg, model, len(text), seq_len, stride)
     how = {
         "batch": cfg.batch,
         "autocast": auto.autocast(model.embedding.weight.device, about["precision"]),
@@ -86,6 +89,21 @@ def main(cfg: Evaluate):
         shown = figures | {"by_document": found | {"documents": documents}}
         report.show(shown, Console(width=width, highlight=False, markup=False, emoji=False))
         save(figures, files)
+
+
+def check_memory(cfg: Evaluate, model: GPT, n_tokens: int, seq_len: int, stride: int):
+    """ValueError where what is asked for needs more than this machine holds; of a GPU torch says it."""
+    if model.embedding.weight.device.type != "cpu":
+        return
+    rows = min(cfg.batch, -(-n_tokens // stride))
+    if not cfg.report:  # which cuts its batches
+        logits = 8 * rows * seq_len * model.vocab_size  # and their log-softmax
+        estimate.check_fits(f"batch: {rows:,} windows of {seq_len:,} tokens at once", logits)
+        return
+    a_sample = min(seq_len // 2 + cfg.sample_tokens, model.max_seq_len)
+    samples = min(cfg.samples, n_tokens // (seq_len // 2 + cfg.sample_tokens))  # of a short text fewer
+    what = f"samples: {samples:,} of {cfg.sample_tokens:,} tokens at once"
+    estimate.check_fits(what, estimate.keys_and_values(model, samples * a_sample))
 
 
 def trained_on(folder: Path, tokenizer: Tokenizer) -> Corpus:
@@ -135,6 +153,7 @@ def measure(
     figures: dict = {"training_tokens": None}
     if training is not None:
         n = min(cfg.ngram_tokens, len(training))
+        estimate.check_fits(f"ngram_tokens: counting n-grams in {n:,} tokens", A_TOKEN * n)
         counts = report.count(training, tokenizer.vocab_size, bar("counting tokens"))
         baseline = ngrams.fit(training.read(0, n), tokenizer.vocab_size, cfg.ngram_order, bar("counting n-grams"))
         figures = {"training_tokens": len(training), "ngram_tokens": n}

@@ -35,7 +35,7 @@ from insight.patching import (
     swaps,
 )
 from model import GPT
-from training import auto, checkpoint
+from training import auto, checkpoint, estimate
 
 LOOK = 0.3  # a weight from here on is a look, if it is twice an even share; one below a tenth of it is none
 LARGE, SMALL = 0.25, 0.05  # shares of the largest effect: from here on there is one, below there is none
@@ -53,6 +53,7 @@ def explain(cfg: Explain):
     folder = checkpoint.find(cfg.checkpoint, warn=warn)
     model = checkpoint.load_model(folder, auto.choose_device(cfg.device))
     case = read_case(cfg, model, load_tokenizer(folder / "tokenizer"))
+    check_memory(cfg, model, case.tokens.shape[1])
     print(f"checkpoint  {folder}, {checkpoint.read_about(folder)['step']} steps")
     for line in case.described():
         print(line)
@@ -68,6 +69,15 @@ def explain(cfg: Explain):
     for path in (cfg.plot, cfg.page, cfg.json):
         if path is not None:
             print(path)
+
+
+def check_memory(cfg: Explain, model: GPT, s: int):
+    """ValueError where a batch of texts of `s` tokens is more than this machine holds; of a GPU torch says it."""
+    gradients = cfg.method == "integrated_gradients"
+    texts = min(cfg.batch, max(s, cfg.max_steps) if gradients else s)
+    n_bytes = 8 * texts * s * model.arguments["d_model"] * (model.arguments["n_layers"] if gradients else 1)
+    if model.embedding.weight.device.type == "cpu":
+        estimate.check_fits(f"batch: {texts:,} texts of {s:,} tokens at once", n_bytes)
 
 
 def warn(text: str):

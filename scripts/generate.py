@@ -154,9 +154,8 @@ class Writer:
         m, weight = self.model.arguments, self.model.embedding.weight
         if weight.device.type != "cpu":
             return  # where torch says it
-        keys = 2 * m["n_layers"] * m["d_model"] // m["n_heads"] * (m["n_kv_heads"] or m["n_heads"])
         slots = min(bucket(longest + 1, self.model.max_seq_len), self.model.max_seq_len)
-        a_row = weight.element_size() * keys * slots + 16 * m["vocab_size"] + A_ROW
+        a_row = estimate.keys_and_values(self.model, slots) + 16 * m["vocab_size"] + A_ROW
         estimate.check_fits(f"writing {rows:,} rows at once", rows * a_row)
 
     def reaching(self, n: int, overflow: str) -> GPT:

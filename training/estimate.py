@@ -68,6 +68,13 @@ def least(model: GPT, rows: int, micro_batch: int, seq_len: int) -> int:
     return 16 * rows * seq_len + 4 * micro_batch * seq_len * (m["d_model"] * m["n_layers"] + 2 * m["vocab_size"])
 
 
+def keys_and_values(model: GPT, tokens: int) -> int:
+    """Bytes of a cache of so many tokens."""
+    m = model.arguments
+    d_kv = m["d_model"] // m["n_heads"] * (m["n_kv_heads"] or m["n_heads"])
+    return 2 * model.embedding.weight.element_size() * m["n_layers"] * d_kv * tokens
+
+
 def available_memory() -> int:
     """Bytes that this process may still take: what the machine has to spare, within the limit of its cgroup."""
     try:

@@ -209,6 +209,15 @@ def test_without_captum_attention_asks_which_token_matters(run, monkeypatch):
     run("method=ablation")
 
 
+@pytest.mark.parametrize("given", [["method=occlusion"], ["method=integrated_gradients", "max_steps=1000000"]])
+def test_a_batch_that_this_machine_does_not_hold_is_refused(run, folder, monkeypatch, given):
+    model = checkpoint.load_model(folder)
+    monkeypatch.setattr("scripts.explain.estimate.available_memory", lambda: 2000)
+    monkeypatch.setattr("scripts.explain.checkpoint.load_model", lambda *_: model)
+    with pytest.raises(ValueError, match="^batch: [0-9,]+ texts of 6 tokens at once needs"):
+        run(*given, "batch=1000000")
+
+
 def test_it_is_a_command(folder, tmp_path):
     explain = "-m", "scripts.explain", f"checkpoint={folder}"
     good = command(*explain, "method=lens", "--", "_cabda")

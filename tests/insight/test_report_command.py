@@ -57,6 +57,30 @@ def run(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
+    ("setting", "room", "less"),
+    [("batch", 10**6, 2), ("samples", 50_000, 2), ("ngram_tokens", 100_000, 1_000)],
+)
+def test_more_than_this_machine_holds_is_refused_before_it_is_taken(
+    trained, settings, monkeypatch, setting, room, less
+):
+    folder = trained("tokenizer=bytes")
+    model, known = checkpoint.load_model(folder), script.load_tokenizer(folder / "tokenizer")
+    corpus = script.trained_on(folder, known)
+    monkeypatch.setattr("training.estimate.available_memory", lambda: room)
+
+    def check(n: int):
+        given = [] if setting == "batch" else ["report=true", *SMALL]
+        cfg = settings(f"checkpoint={folder}", *given, f"{setting}={n}", config="evaluate", kind=Evaluate)
+        script.check_memory(cfg, model, len(corpus.validation), 32, 32)
+        if setting == "ngram_tokens":
+            script.measure(cfg, model, known, corpus.validation, corpus.train, 32, 32, {"batch": 1})
+
+    with pytest.raises(ValueError, match=f"^{setting}: .* needs [0-9.]+ GiB of memory, this machine has"):
+        check(10**6)
+    check(less)
+
+
+@pytest.mark.parametrize(
     "tokenizer",
     [
         ["tokenizer=bytes"],
