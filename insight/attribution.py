@@ -10,8 +10,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from insight.patching import Score, Site, edited, last_logits
+from insight.patching import Score, last_logits
 from model import GPT
+from model.hooks import Site, editing
 
 
 class CaptumMissingError(ValueError):
@@ -32,7 +33,7 @@ def of_embeddings(model: GPT, score: Score) -> Callable[[Tensor], Tensor]:
 
     def forward(embeddings: Tensor) -> Tensor:
         tokens = torch.zeros(embeddings.shape[:2], dtype=torch.long, device=embeddings.device)  # not looked at
-        with edited(model, {Site("embedding"): lambda _: embeddings}):
+        with editing(model, {Site("embedding"): lambda _: embeddings}):
             return score(last_logits(model, tokens))
 
     return forward

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from insight.patching import Site, record
 from model import GPT
+from model.hooks import Site, recording
 
 
 @torch.no_grad()
@@ -15,6 +15,7 @@ def logit_lens(model: GPT, tokens: Tensor) -> Tensor:
     model's own. Early layers need not write in the head's language: an unreadable one says nothing about what is there.
     """
     sites = [Site("stream", i) for i in range(len(model.blocks) + 1)]
-    found = record(model, tokens, sites)
+    with recording(model, sites) as found:
+        model(tokens)
     stream = torch.cat([found[site] for site in sites])
     return model.head(model.norm(stream))[..., : model.vocab_size]

@@ -1,46 +1,19 @@
 """What a part of the model causes: take its place, and see what becomes of the answer.
 
-A site is where one part hands something to the next. `edited` puts anything in its place; ablation puts nothing there,
+A site is where one part hands something to the next. `editing` puts anything in its place; ablation puts nothing there,
 patching what was there for another prompt ("Investigating Gender Bias in Language Models Using Causal Mediation
 Analysis", 2020; "Locating and Editing Factual Associations in GPT", 2022).
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
-from einops import rearrange
-from torch import Tensor, nn
+from torch import Tensor
 
 from model import GPT
+from model.hooks import Site, editing, recording
 
 Score = Callable[[Tensor], Tensor]  # logits (b vocab) -> (b,), in nats
-
-
-class Site(NamedTuple):
-    """Where something (b s d) is handed on.
-
-    | kind | what |
-    | --- | --- |
-    | embedding | what the tokens are looked up as, behind the embedding's norm, before positions are added |
-    | stream | what enters block `layer`; with layer = n_layers, what leaves the last |
-    | attention, feed_forward | what a branch of block `layer` adds to the stream |
-    | head | what head `head` of block `layer` hands to wo |
-    """
-
-    kind: str
-    layer: int = 0
-    head: int = 0
-
-    def __str__(self) -> str:
-        words = {"embedding": "embedding", "head": f"head {self.layer}.{self.head}"}
-        return words.get(self.kind, f"{self.kind.replace('_', '-')} {self.layer}")
-
-
-def look_up(model: GPT) -> nn.Module:
-    """What hands on the site "embedding"."""
-    return model.embedding if model.embedding_norm is None else model.embedding_norm
 
 
 def heads(model: GPT) -> list[Site]:
@@ -56,57 +29,10 @@ def everything(model: GPT) -> list[Site]:
     return [Site("embedding"), *heads(model), *(site for site in branches(model) if site.kind == "feed_forward")]
 
 
-@contextmanager
-def edited(model: GPT, edits: dict[Site, Callable[[Tensor], Tensor]]) -> Iterator[None]:
-    """Inside, each of these sites hands on what its function makes of what was there, (b s d) -> (b s d)."""
-    handles = []
-    try:
-        for site, edit in edits.items():
-            handles.append(_hook(model, site, edit))
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _hook(model: GPT, site: Site, edit: Callable[[Tensor], Tensor]):
-    kind, layer, head = site
-
-    def output(module, arguments, x):
-        return edit(x)
-
-    def first_argument(module, arguments):
-        return edit(arguments[0]), *arguments[1:]
-
-    def of_head(module, arguments):
-        x = rearrange(arguments[0], "b s (h d) -> h b s d", h=model.blocks[layer].attention.n_heads)
-        x = torch.stack([edit(one) if i == head else one for i, one in enumerate(x)])
-        return rearrange(x, "h b s d -> b s (h d)")
-
-    if kind == "embedding":
-        return look_up(model).register_forward_hook(output)
-    if kind == "stream":
-        if layer == len(model.blocks):
-            return model.blocks[-1].register_forward_hook(output)
-        return model.blocks[layer].register_forward_pre_hook(first_argument)
-    if kind == "head":
-        return model.blocks[layer].attention.wo.register_forward_pre_hook(of_head)
-    return getattr(model.blocks[layer], kind).register_forward_hook(output)
-
-
 @torch.no_grad()
 def record(model: GPT, tokens: Tensor, sites: Iterable[Site]) -> dict[Site, Tensor]:
     """What each site hands on (b s d) while the model reads tokens (b s)."""
-    found = {}
-
-    def keep(site: Site):
-        def look(x: Tensor) -> Tensor:
-            found[site] = x.clone()
-            return x
-
-        return look
-
-    with edited(model, {site: keep(site) for site in sites}):
+    with recording(model, sites) as found:
         model(tokens)
     return found
 
@@ -145,7 +71,7 @@ ABLATIONS = {
 @torch.no_grad()
 def ablate(model: GPT, tokens: Tensor, sites: Iterable[Site], how: str = "zero") -> Tensor:
     """The logits (b vocab) behind tokens (b s) when the sites say "zero", or their own "mean" throughout."""
-    with edited(model, dict.fromkeys(sites, ABLATIONS[how])):
+    with editing(model, dict.fromkeys(sites, ABLATIONS[how])):
         return last_logits(model, tokens)
 
 
@@ -165,7 +91,7 @@ def patch(model: GPT, tokens: Tensor, source: dict[Site, Tensor], where: Tensor 
 
         return edit
 
-    with edited(model, {site: put(there) for site, there in source.items()}):
+    with editing(model, {site: put(there) for site, there in source.items()}):
         return last_logits(model, tokens)
 
 

@@ -1,8 +1,6 @@
 """Causal multi-head attention."""
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch
 import torch.nn.functional as F
@@ -151,33 +149,3 @@ def _fit_mask(mask: Tensor, shape: tuple[int, int, int, int]) -> Tensor:
     if whole.ndim > 4 or any(n not in (1, m) for n, m in zip(reversed(whole.shape), reversed(shape), strict=False)):
         raise ValueError(f"the mask must broadcast to (b, h, q, k), got {tuple(mask.shape)} and {tuple(shape)}")
     return whole
-
-
-@contextmanager
-def collect_attention(model: nn.Module) -> Iterator[list[Tensor]]:
-    """`with collect_attention(model) as maps: model(tokens)` fills maps with the weights (b h q k) of each layer.
-
-    Inside, attention is computed as written, which has the weights that the fused kernel never holds, and without
-    torch.compile; outside, nothing changes and nothing is paid. Each forward starts the list over. The weights are
-    those before dropout, and part of the autograd graph where there is one.
-    """
-    layers = [module for module in model.modules() if isinstance(module, CausalMultiHeadAttention)]
-    before = [layer.attend for layer in layers]
-    maps: list[Tensor] = []
-
-    def collecting(i: int):
-        def attend(*arguments) -> tuple[Tensor, Tensor]:
-            y, weights = written_attention(*arguments)
-            maps[i:] = [weights]
-            return y, weights
-
-        return attend
-
-    try:
-        for i, layer in enumerate(layers):
-            layer.attend = collecting(i)
-        with torch.compiler.set_stance("force_eager"):
-            yield maps
-    finally:
-        for layer, attend in zip(layers, before, strict=True):
-            layer.attend = attend

@@ -20,7 +20,6 @@ from insight.lens import logit_lens
 from insight.page import write_page
 from insight.patching import (
     Score,
-    Site,
     ablate,
     branches,
     everything,
@@ -35,6 +34,7 @@ from insight.patching import (
     swaps,
 )
 from model import GPT
+from model.hooks import Site
 from training import auto, checkpoint, estimate
 
 LOOK = 0.3  # a weight from here on is a look, if it is twice an even share; one below a tenth of it is none

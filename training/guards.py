@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from model.hooks import Place, editing
 from training.checkpoint import set_rng_state
 
 
@@ -76,41 +77,44 @@ def find_origin(model: nn.Module, pieces: list[dict[str, Tensor]], autocast: tor
             return {"micro_batch": None, "module": module, "tensor": tensor}
     found: list[tuple[str, str]] = []
 
-    def look(name: str, what: str, values):
-        tensors = values if isinstance(values, tuple) else (values,)
-        if any(isinstance(t, Tensor) and t.is_floating_point() and not t.isfinite().all() for t in tensors):
-            found.append((name, what))
+    def look(name: str, what: str) -> Callable:
+        def check(x):
+            if isinstance(x, Tensor) and x.is_floating_point() and not x.isfinite().all():
+                found.append((name, what))
 
-    def after_forward(name: str) -> Callable:
-        return lambda module, inputs, output: look(name, "output", output)
+        return check
 
-    def after_backward(name: str) -> Callable:
-        return lambda module, of_input, of_output: look(name, "input's gradient", of_input)
+    def look_back(name: str) -> Callable:
+        def check(x) -> Tensor | None:
+            if not isinstance(x, Tensor) or not x.requires_grad:
+                return None
+            x = x.view_as(x)  # with a gradient of its own, for others may read the same
+            x.register_hook(look(name, "input's gradient"))
+            return x
 
-    handles = []
+        return check
+
+    edits = {}
     for name, module in model.named_modules():
         if not any(True for _ in module.children()):  # of a parent it would be the children's fault
-            handles.append(module.register_forward_hook(after_forward(name)))
-            if not isinstance(module, nn.Embedding):
-                handles.append(module.register_full_backward_hook(after_backward(name)))
-    handles.append(model.register_forward_hook(after_forward("")))
+            edits |= {Place(name): look(name, "output"), Place(name, 0): look_back(name)}
     set_rng_state(rng)
     try:
-        for i, piece in enumerate(pieces):
-            model.zero_grad(set_to_none=True)
-            with autocast:
-                loss, count = model(**piece)
-            if not found:
-                (loss / count).backward()
-            for name, parameter in model.named_parameters():
-                if not found and parameter.grad is not None and not parameter.grad.isfinite().all():
-                    module, _, tensor = name.rpartition(".")
-                    found.append((module, f"gradient of {tensor}"))
-            if found:
-                return {"micro_batch": i, "module": found[0][0], "tensor": found[0][1]}
+        with editing(model, edits):
+            for i, piece in enumerate(pieces):
+                model.zero_grad(set_to_none=True)
+                with autocast:
+                    loss, count = model(**piece)
+                look("", "output")(loss)
+                if not found:
+                    (loss / count).backward()
+                for name, parameter in model.named_parameters():
+                    if not found and parameter.grad is not None and not parameter.grad.isfinite().all():
+                        module, _, tensor = name.rpartition(".")
+                        found.append((module, f"gradient of {tensor}"))
+                if found:
+                    return {"micro_batch": i, "module": found[0][0], "tensor": found[0][1]}
     finally:
-        for handle in handles:
-            handle.remove()
         model.zero_grad(set_to_none=True)
     return NOWHERE
 

@@ -3,7 +3,6 @@
 import copy
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -12,6 +11,7 @@ from insight.doctor import reference
 from insight.doctor.patient import CLOSE, SAME, Finding, NotChecked, Patient, deviation, watched, worst_heads
 from model import GPT
 from model.attention import CausalMultiHeadAttention
+from model.hooks import Place, editing
 
 
 def head_order(patient: Patient) -> Iterator[Finding]:
@@ -108,12 +108,15 @@ def token_positions(patient: Patient) -> Iterator[Finding]:
         start = 0
         for piece in tokens.split(cuts, dim=1):
             s = piece.shape[1]
-            with watched(model) as layers, _watched_schemes(model) as given:
+            given: dict[Place, list[Tensor]] = {place: [] for place in _told_positions(model)}
+            with editing(model, {place: seen.append for place, seen in given.items()}):
                 model(piece, cache=cache)
-            given |= {f"blocks.{i}.attention.rope": layer.token_positions for i, layer in enumerate(layers)}
             expected = torch.arange(start, start + s)
             wrong = {
-                where: seen for where, all_seen in given.items() for seen in all_seen if not _equal(seen, expected)
+                place.module: seen
+                for place, all_seen in given.items()
+                for seen in all_seen
+                if not _equal(seen, expected)
             }
             if wrong:
                 where, seen = next(iter(wrong.items()))
@@ -133,22 +136,12 @@ def _equal(seen: Tensor, expected: Tensor) -> bool:
     return seen.shape[-1] == len(expected) and bool((seen == expected).all())
 
 
-@contextmanager
-def _watched_schemes(model: GPT) -> Iterator[dict[str, list[Tensor]]]:
-    """The positions that a scheme outside the layers is given, under its name."""
-    given: dict[str, list[Tensor]] = {}
-    hooks = []
-    for name, argument in (("position_embedding", 1), ("alibi", 0)):
-        if (module := getattr(model, name)) is not None:
-            positions = given.setdefault(name, [])
-            hooks.append(
-                module.register_forward_pre_hook(lambda _, given, to=positions, i=argument: to.append(given[i]))
-            )
-    try:
-        yield given
-    finally:
-        for hook in hooks:
-            hook.remove()
+def _told_positions(model: GPT) -> list[Place]:
+    """Where a module is given token positions: RoPE twice a forward, for queries and for keys."""
+    arguments = {"position_embedding": 1, "alibi": 0}
+    arguments |= {f"blocks.{i}.attention.rope": 1 for i in range(len(model.blocks))}
+    there = dict(model.named_modules())
+    return [Place(name, i) for name, i in arguments.items() if name in there]
 
 
 def position_tables(patient: Patient) -> Iterator[Finding]:

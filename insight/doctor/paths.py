@@ -7,6 +7,7 @@ from torch import Tensor
 
 from insight.doctor.patient import SAME, Finding, NotChecked, Patient, deviation, watched, worst_heads
 from model import GPT, attention
+from model.hooks import Site, editing
 
 TOO_SHORT = "it needs 3 positions"
 
@@ -48,23 +49,16 @@ def _leaking_blocks(model: GPT, read, t: int) -> list[str]:
     inputs: list[Tensor] = []
     outputs: list[Tensor] = []
 
-    def before(module, arguments):
-        x = arguments[0].detach().requires_grad_()
-        inputs.append(x)
-        return (x, *arguments[1:])
+    def cut(x: Tensor) -> Tensor:
+        outputs.append(x)
+        inputs.append(x.detach().requires_grad_())
+        return inputs[-1]
 
-    hooks = []
-    for block in model.blocks:
-        hooks.append(block.register_forward_pre_hook(before))
-        hooks.append(block.register_forward_hook(lambda module, arguments, out: outputs.append(out)))
-    try:
-        with torch.enable_grad():
-            read()
-    finally:
-        for hook in hooks:
-            hook.remove()
+    streams = [Site("stream", i) for i in range(len(model.blocks) + 1)]
+    with torch.enable_grad(), editing(model, dict.fromkeys(streams, cut)):
+        read()
     leaking = []
-    for i, (x, out) in enumerate(zip(inputs, outputs, strict=True)):
+    for i, (x, out) in enumerate(zip(inputs[:-1], outputs[1:], strict=True)):
         (gradient,) = torch.autograd.grad(out[:, t].square().sum(), x)
         first = 0 if model.window is None else max(0, t - model.window + 1)
         if gradient[:, t + 1 :].any() or gradient[:, :first].any():

@@ -3,15 +3,15 @@
 import copy
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from model import GPT
-from model.attention import CausalMultiHeadAttention
+from model.hooks import Place, Site, attending, editing
 
 
 @dataclass(frozen=True)
@@ -93,49 +93,22 @@ class Layer:
     out: Tensor | None = None  # (b s d_model)
     arguments: tuple | None = None  # of attend: q, k, v, mask, bias, soft_cap, dropout_p
     y: Tensor | None = None  # (b h q d), what attend gave
-    token_positions: list[Tensor] = field(default_factory=list)  # that RoPE got
 
 
 @contextmanager
 def watched(model: GPT) -> Iterator[list[Layer]]:
     """`with watched(model) as layers: model(tokens)` fills one Layer for each attention layer."""
     layers = [Layer() for _ in model.blocks]
-    attentions: list[CausalMultiHeadAttention] = [block.attention for block in model.blocks]
-    before = [attention.attend for attention in attentions]
-    hooks = []
 
-    def recording(layer: Layer, attend: Callable) -> Callable:
-        def record(*arguments):
-            layer.arguments = arguments
-            layer.y, weights = attend(*arguments)
-            return layer.y, weights
+    def attend(i: int, own: Callable, *arguments) -> tuple[Tensor, Tensor | None]:
+        layers[i].arguments = arguments
+        layers[i].y, weights = own(*arguments)
+        return layers[i].y, weights
 
-        return record
-
-    def keep(layer: Layer) -> Callable:
-        def hook(module, arguments, keywords, out):
-            layer.x, layer.out = arguments[0] if arguments else keywords["x"], out
-
-        return hook
-
-    def keep_positions(layer: Layer) -> Callable:
-        def hook(module, arguments, keywords):
-            layer.token_positions.append(keywords.get("token_positions", arguments[-1]))
-
-        return hook
-
-    try:
-        for layer, attention, attend in zip(layers, attentions, before, strict=True):
-            attention.attend = recording(layer, attend)
-            hooks.append(attention.register_forward_hook(keep(layer), with_kwargs=True))
-            if attention.rope is not None:
-                hooks.append(attention.rope.register_forward_pre_hook(keep_positions(layer), with_kwargs=True))
+    ends = {Place(f"blocks.{i}.attention", 0): partial(setattr, layer, "x") for i, layer in enumerate(layers)}
+    ends |= {Site("attention", i): partial(setattr, layer, "out") for i, layer in enumerate(layers)}
+    with attending(model, attend), editing(model, ends):
         yield layers
-    finally:
-        for hook in hooks:
-            hook.remove()
-        for attention, attend in zip(attentions, before, strict=True):
-            attention.attend = attend
 
 
 # --- comparing ------------------------------------------------------------------------------------------------------

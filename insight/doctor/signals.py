@@ -2,13 +2,13 @@
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
 from insight.doctor import reference
 from insight.doctor.patient import Finding, NotChecked, Patient, rms, watched
+from model.hooks import Site, recording
 
 LARGE_SCORE = 100.0  # where "Kimi K2: Open Agentic Intelligence" (2025) begins to clip
 ATTENTION_ROWS = 2  # of the batch, whose squares of weights are held
@@ -87,37 +87,23 @@ def _of_queries_that_choose(x: Tensor, mask: Tensor) -> Tensor:
     return (x * chooses).sum((0, 2)) / chooses.sum((0, 2)).clamp(min=1)
 
 
-@contextmanager
-def _recorded(patient: Patient) -> Iterator[tuple[dict[str, Tensor], dict[str, Tensor]]]:
-    """(the stream behind each block and the embedding, what each module writes or holds) in one forward, by name."""
-    model, stream, inside, hooks = patient.model, {}, {}, []
-
-    def keep(where: dict, name: str, its_input: bool = False):
-        return lambda module, arguments, out: where.__setitem__(name, (arguments[0] if its_input else out).detach())
-
-    ways_in = (model.position_embedding, model.embedding_norm, model.embedding)
-    way_in = next(module for module in ways_in if module is not None)
-    hooks.append(way_in.register_forward_hook(keep(stream, "embedding")))
+def _recorded(patient: Patient) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """(the stream after the embedding and each block, what each branch holds and writes) in one forward, by name."""
+    model, stream, inside = patient.model, {"embedding": Site("stream", 0)}, {}
     for i, block in enumerate(model.blocks):
-        hooks.append(block.register_forward_hook(keep(stream, f"blocks.{i}")))
-        for branch in ("attention", "feed_forward"):
-            hooks.append(getattr(block, branch).register_forward_hook(keep(inside, f"blocks.{i}.{branch}")))
+        stream[f"blocks.{i}"] = Site("stream", i + 1)
+        inside[f"blocks.{i}.attention"] = Site("attention", i)
         if hasattr(block.feed_forward, "down"):
-            hidden = keep(inside, f"blocks.{i}.feed_forward.down", its_input=True)
-            hooks.append(block.feed_forward.down.register_forward_hook(hidden))
-    try:
-        with torch.no_grad():
-            model(patient.tokens)
-        yield stream, inside
-    finally:
-        for hook in hooks:
-            hook.remove()
+            inside[f"blocks.{i}.feed_forward.down"] = Site("hidden", i)
+        inside[f"blocks.{i}.feed_forward"] = Site("feed_forward", i)
+    with torch.no_grad(), recording(model, [*stream.values(), *inside.values()]) as found:
+        model(patient.tokens)
+    return {name: found[site] for name, site in stream.items()}, {name: found[site] for name, site in inside.items()}
 
 
 def residual_stream(patient: Patient) -> Iterator[Finding]:
     """The stream neither explodes nor dies on its way up, and no branch writes far more than the others."""
-    with _recorded(patient) as (stream, inside):
-        pass
+    stream, inside = _recorded(patient)
     branches = {name: rms(x) for name, x in inside.items() if not name.endswith(".down")}
     writing = sorted(size for size in branches.values() if size > 0)
     if writing and len(writing) > 2:
@@ -149,8 +135,7 @@ def residual_stream(patient: Patient) -> Iterator[Finding]:
 
 def activations(patient: Patient) -> Iterator[Finding]:
     """Hidden units of feed-forwards are finite, of a usual size, and not silent on every token."""
-    with _recorded(patient) as (_, inside):
-        pass
+    _, inside = _recorded(patient)
     for name, x in inside.items():
         largest = x.abs().max().item()
         if not largest < LARGE_ACTIVATION:

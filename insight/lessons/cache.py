@@ -6,7 +6,7 @@ from torch.nn import functional as F
 
 from insight.lessons.lesson import Lesson, difference, seeded
 from model import GPT
-from model.attention import fused_attention
+from model.hooks import attending
 
 SHAPE = {"vocab_size": 17, "d_model": 32, "n_layers": 2, "n_heads": 4, "d_ff": 64, "max_seq_len": 32}
 LENGTH, PROMPT = 12, 8
@@ -95,18 +95,11 @@ def _continued(model: GPT, tokens: Tensor, offset) -> Tensor:
 def _top_left(model: GPT, tokens: Tensor) -> Tensor:
     """The same, at the right positions, but with torch's flag in place of the mask."""
 
-    def attend(q, k, v, mask, *others):
-        return fused_attention(q, k, v, None, *others)
+    def attend(i, own, q, k, v, mask, *others):
+        return own(q, k, v, None, *others)
 
-    attentions = [block.attention for block in model.blocks]
-    before = [attention.attend for attention in attentions]
-    try:
-        for attention in attentions:
-            attention.attend = attend
+    with attending(model, attend):
         return _continued(model, tokens, lambda place: place)
-    finally:
-        for attention, its in zip(attentions, before, strict=True):
-            attention.attend = its
 
 
 def draw(numbers: dict, figure):

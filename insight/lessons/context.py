@@ -5,6 +5,7 @@ from torch import Tensor
 
 from insight.lessons.lesson import Lesson, difference, seeded
 from model import GPT
+from model.hooks import Site, recording
 
 WORD = "bank"
 SENTENCES = ["we walked along the river to the bank", "we took all our money to the bank"]
@@ -61,15 +62,10 @@ def lesson() -> Lesson:
 
 def stream(model: GPT, tokens: Tensor) -> list[Tensor]:
     """The residual stream (b s d_model) before the first block and after each."""
-    found = []
-    hooks = [model.blocks[0].register_forward_pre_hook(lambda _, inputs: found.append(inputs[0]))]
-    hooks += [block.register_forward_hook(lambda _, __, x: found.append(x)) for block in model.blocks]
-    try:
+    sites = [Site("stream", i) for i in range(len(model.blocks) + 1)]
+    with recording(model, sites) as found:
         model(tokens)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return found
+    return [found[site] for site in sites]
 
 
 def _sentence(ids: dict[str, int], topic: list[str]) -> Tensor:

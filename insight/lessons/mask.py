@@ -1,6 +1,7 @@
 """The triangle: one forward teaches every position at once, if none can see what it has to predict."""
 
 import math
+from contextlib import ExitStack
 
 import torch
 from torch import Tensor
@@ -8,6 +9,7 @@ from torch import Tensor
 from insight.lessons.lesson import Lesson, difference, seeded, train
 from model import GPT, collect_attention, functional
 from model.attention import written_attention
+from model.hooks import attending
 
 LENGTH = 5  # of the triangle
 N, CHOICES = 12, 3  # tokens of a small language, and how many may follow
@@ -153,12 +155,11 @@ def _text(followers: Tensor, rows: int, length: int) -> Tensor:
 
 def _train(seed: int, causal: bool) -> tuple[float, float, float]:
     """Trains on the language: the loss as in training, on prefixes alone, and the share of right tokens it writes."""
-    with seeded(seed):
+    with seeded(seed), ExitStack() as hooks:
         followers = _language()
         model = GPT(N, **SHAPE, max_seq_len=T)
         if not causal:
-            for block in model.blocks:
-                block.attention.attend = _see_everything
+            hooks.enter_context(attending(model, lambda i, own, *given: _see_everything(*given)))
 
         def loss(rows: int = ROWS) -> Tensor:
             text = _text(followers, rows, T + 1)

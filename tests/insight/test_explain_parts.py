@@ -7,10 +7,8 @@ from insight.induction import INDUCTION, PREVIOUS, SINK, WATCHER, induction_mode
 from insight.lens import logit_lens
 from insight.maps import attention_maps
 from insight.patching import (
-    Site,
     ablate,
     branches,
-    edited,
     everything,
     heads,
     last_logits,
@@ -22,6 +20,7 @@ from insight.patching import (
     score_of,
     swaps,
 )
+from model.hooks import Site, editing
 
 KINDS = [
     {},
@@ -135,9 +134,9 @@ def test_looking_changes_nothing_and_nothing_stays_behind(small, kind):
     model, tokens = small(**kind), torch.randint(17, (2, 7))
     before = last_logits(model, tokens)
     sites = [*everything(model), *branches(model), *(Site("stream", i) for i in range(3))]
-    with edited(model, {site: lambda x: x for site in sites}):
+    with editing(model, {site: lambda x: x for site in sites}):
         torch.testing.assert_close(last_logits(model, tokens), before)
-    with pytest.raises(RuntimeError, match="stop"), edited(model, dict.fromkeys(sites, torch.zeros_like)):
+    with pytest.raises(RuntimeError, match="stop"), editing(model, dict.fromkeys(sites, torch.zeros_like)):
         assert not torch.allclose(last_logits(model, tokens), before)
         raise RuntimeError("stop")
     torch.testing.assert_close(last_logits(model, tokens), before, rtol=0, atol=0)

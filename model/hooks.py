@@ -1,0 +1,155 @@
+"""One way to look into a model: record what its parts hand on, or put something else in its place.
+
+    with recording(model, [Site("stream", 1)]) as found:
+        model(tokens)
+    found[Site("stream", 1)]  # (b s d_model)
+
+Outside the `with` nothing changes and nothing is paid.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from einops import rearrange
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from model.attention import CausalMultiHeadAttention, written_attention
+from model.gpt import GPT
+
+Edit = Callable[[Tensor], Tensor | None]
+
+
+class Site(NamedTuple):
+    """Where a part of a GPT hands something (b s d) to the next.
+
+    | kind | what |
+    | --- | --- |
+    | embedding | what the tokens are looked up as, after the embedding's norm, before positions are added |
+    | stream | what enters block `layer`; with layer = n_layers, what leaves the last |
+    | attention, feed_forward | what a branch of block `layer` adds to the stream |
+    | head | what head `head` of block `layer` hands to wo |
+    | hidden | what the feed-forward of block `layer` hands to `down` |
+    """
+
+    kind: str
+    layer: int = 0
+    head: int = 0
+
+    def __str__(self) -> str:
+        words = {"embedding": "embedding", "head": f"head {self.layer}.{self.head}"}
+        return words.get(self.kind, f"{self.kind.replace('_', '-')} {self.layer}")
+
+
+class Place(NamedTuple):
+    """One end of any module: its argument of this number, counted as a call gives them; None: what it returns.
+
+    `module` is its name among the model's named_modules().
+    """
+
+    module: str
+    argument: int | None = None
+
+
+def place(model: GPT, site: Site) -> Place:
+    """Where in the model's code a site is. A head is a part of what is found there."""
+    kind, block = site.kind, f"blocks.{site.layer}"
+    if kind == "embedding":
+        return Place("embedding" if model.embedding_norm is None else "embedding_norm")
+    if kind == "stream":
+        return Place(block, 0) if site.layer < len(model.blocks) else Place(f"blocks.{site.layer - 1}")
+    inputs = {"head": "attention.wo", "hidden": "feed_forward.down"}
+    return Place(f"{block}.{inputs[kind]}", 0) if kind in inputs else Place(f"{block}.{kind}")
+
+
+@contextmanager
+def editing(model: nn.Module, edits: Mapping[Site | Place, Edit]) -> Iterator[None]:
+    """Inside, each site hands on what its function makes of what was there; where that is None, it stays as it is.
+
+    Sites need a GPT, places any module.
+    """
+    with ExitStack() as hooks:
+        for site, edit in edits.items():
+            hooks.enter_context(_hook(model, site, edit))
+        yield
+
+
+@contextmanager
+def recording(model: nn.Module, sites: Iterable[Site | Place]) -> Iterator[dict[Site | Place, Tensor]]:
+    """`with recording(model, sites) as found: model(tokens)` fills found with what each site handed on last.
+
+    These are the model's own tensors, part of the autograd graph where there is one.
+    """
+    found: dict[Site | Place, Tensor] = {}
+    with editing(model, {site: partial(found.__setitem__, site) for site in sites}):
+        yield found
+
+
+def _hook(model: nn.Module, site: Site | Place, edit: Edit) -> RemovableHandle:
+    name, argument = place(model, site) if isinstance(site, Site) else site
+    if isinstance(site, Site) and site.kind == "head":
+        edit = partial(_edit_head, edit, site.head, model.blocks[site.layer].attention.n_heads)
+    module = model.get_submodule(name)
+    if argument is None:
+        return module.register_forward_hook(lambda module, arguments, x: edit(x))
+
+    def given(module: nn.Module, arguments: tuple, keywords: dict) -> tuple[tuple, dict] | None:
+        values, n = [*arguments, *keywords.values()], len(arguments)
+        x = edit(values[argument])
+        if x is None:
+            return None
+        values[argument] = x
+        return tuple(values[:n]), dict(zip(keywords, values[n:], strict=True))
+
+    return module.register_forward_pre_hook(given, with_kwargs=True)
+
+
+def _edit_head(edit: Edit, head: int, n_heads: int, x: Tensor) -> Tensor | None:
+    heads = list(rearrange(x, "b s (h d) -> h b s d", h=n_heads))
+    edited = edit(heads[head])
+    if edited is None:
+        return None
+    heads[head] = edited
+    return rearrange(heads, "h b s d -> b s (h d)")
+
+
+# --- attention, which is a function and not a module ----------------------------------------------------------------
+
+
+@contextmanager
+def attending(model: nn.Module, attend: Callable) -> Iterator[None]:
+    """Inside, attention layer i computes by attend(i, own, *arguments), where own(*arguments) is what it does outside.
+
+    The arguments and what is returned are those of `written_attention`.
+    """
+    layers = [module for module in model.modules() if isinstance(module, CausalMultiHeadAttention)]
+    before = [layer.attend for layer in layers]
+    try:
+        for i, (layer, own) in enumerate(zip(layers, before, strict=True)):
+            layer.attend = partial(attend, i, own)
+        yield
+    finally:
+        for layer, own in zip(layers, before, strict=True):
+            layer.attend = own
+
+
+@contextmanager
+def collect_attention(model: nn.Module) -> Iterator[list[Tensor]]:
+    """`with collect_attention(model) as maps: model(tokens)` fills maps with the weights (b h q k) of each layer.
+
+    Inside, attention is computed as written, which has the weights that the fused kernel never holds, and without
+    torch.compile; outside, nothing changes and nothing is paid. Each forward starts the list over. The weights are
+    those before dropout, and part of the autograd graph where there is one.
+    """
+    maps: list[Tensor] = []
+
+    def attend(i: int, own: Callable, *arguments) -> tuple[Tensor, Tensor]:
+        y, weights = written_attention(*arguments)
+        maps[i:] = [weights]
+        return y, weights
+
+    with attending(model, attend), torch.compiler.set_stance("force_eager"):
+        yield maps
