@@ -9,7 +9,6 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
-from rich.console import Console
 from rich.progress import track
 
 from conf.console import visible
@@ -22,6 +21,7 @@ from data.tokenizer import Tokenizer, load_tokenizer
 from insight import ngrams, report
 from model import GPT
 from model.few_rows import for_few_rows
+from scripts.terminal import console, warn
 from training import auto, checkpoint, estimate
 from training.evaluation import Evaluation, evaluate, windows
 
@@ -83,11 +83,10 @@ def main(cfg: Evaluate):
     print(f"perplexity     {result.perplexity:.2f}")
     print(f"bits per byte  {result.bits_per_byte:.4f}")
     if cfg.report:
-        width = None if sys.stdout.isatty() else 1000  # in a file or a pipe nothing is folded
         found = figures["by_document"]
         documents = [row | {"begins": visible(row["begins"])} for row in found["documents"]]
         shown = figures | {"by_document": found | {"documents": documents}}
-        report.show(shown, Console(width=width, highlight=False, markup=False, emoji=False))
+        report.show(shown, console())
         save(figures, files)
 
 
@@ -221,10 +220,6 @@ def save(figures: dict, files: dict[str, Path | None]):
 def bar(title: str) -> Callable:
     """Shows how far some items are, on a terminal."""
     return partial(track, description=title, transient=True, disable=not sys.stderr.isatty())
-
-
-def warn(text: str):
-    print(text, file=sys.stderr)
 
 
 if __name__ == "__main__":

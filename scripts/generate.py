@@ -25,6 +25,7 @@ from model import GPT, generate
 from model.cache import bucket
 from model.few_rows import for_few_rows
 from model.generation import READ_EVERY, Step
+from scripts.terminal import warn
 from training import auto, checkpoint, estimate
 from training.compilation import compile_step
 
@@ -74,10 +75,6 @@ def read_text(path: str) -> str:
         return Path(path).read_text(encoding="utf-8-sig").removesuffix("\n")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8: {error}") from error
-
-
-def warn(text: str):
-    print(visible(text, sys.stderr), file=sys.stderr)
 
 
 class Writer:

@@ -9,12 +9,12 @@ from typing import Any
 
 from omegaconf import OmegaConf
 from rich.console import Console
-from rich.table import Table
 from typing_extensions import TypedDict
 
 from conf.console import check, guard_output, hear_signals, visible
 from conf.entry import one_line
 from data.files import read_json
+from scripts import terminal
 from training.checkpoint import describe_best
 from training.metrics import best, read_rows
 
@@ -62,7 +62,8 @@ def show_list(folder: Path, console: Console):
     found = [path.parent for pattern in ("*", "*/*") for path in folder.glob(f"{pattern}/metrics.jsonl")]
     if not found:
         raise ValueError(f"there is no run in {folder}: python train.py makes one")
-    table, notes = _table("run", *["steps", "loss", "val", "bits", "params", "ended", "age"]), []
+    columns = ("steps", "loss", "val", "bits", "params", "ended", "age")
+    table, notes = terminal.table("run", *columns, left={"run"}, gap=1), []
     for run in sorted(found, key=lambda run: (run / "metrics.jsonl").stat().st_mtime):
         try:
             line, note = _line(run), describe_best(run)
@@ -86,9 +87,9 @@ def _line(run: Path) -> list[str]:
     last, lowest = table[-1] if table else {"step": 0}, best(table) or {}
     return [
         f"{last['step']}/{steps or '?'}",
-        _number(last.get("loss")),
-        _number(lowest.get("validation_loss")),
-        _number(lowest.get("bits_per_byte"), 3),
+        terminal.number(last.get("loss")),
+        terminal.number(lowest.get("validation_loss")),
+        terminal.number(lowest.get("bits_per_byte"), 3),
         _count(_fact(run, "parameters")),
         "yes" if last["step"] == steps or _out_of_patience(table, given.get("patience")) else "no",
         _age(time.time() - (run / "metrics.jsonl").stat().st_mtime),
@@ -110,10 +111,6 @@ def _fact(run: Path, name: str) -> int | None:
         return read_json(run / "environment.json", Environment).get(name)
     except ValueError:
         return None
-
-
-def _number(value: float | None, digits: int = 4) -> str:
-    return "-" if value is None else f"{value:.{digits}f}"
 
 
 def _count(value: int | None) -> str:
@@ -142,7 +139,7 @@ def compare(runs: list[Path], console: Console):
     given = [settings(run) for run in runs]
     figures = [_figures(rows(run)) for run in runs]
     for title, columns in (("setting", given), ("last", figures)):
-        table = _table(title, *(visible(name(run)) for run in runs))
+        table = terminal.table(title, *(visible(name(run)) for run in runs), left={title}, gap=1)
         for key in dict.fromkeys(key for values in columns for key in values):
             cells = [values.get(key) for values in columns]
             if title == "last" or any(cell != cells[0] for cell in cells[1:]):
@@ -167,14 +164,6 @@ def _cell(value, there: bool) -> str:
     if isinstance(value, float):
         return f"{value:.6g}"
     return "null" if value is None else str(value)
-
-
-def _table(first: str, *others: str) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
-    table.add_column(first, overflow="fold")
-    for column in others:
-        table.add_column(column, justify="right", overflow="fold")
-    return table
 
 
 # --- plot -----------------------------------------------------------------------------------------------------------
@@ -220,8 +209,7 @@ def main():
     arguments = parser.parse_args()
     guard_output()
     hear_signals()
-    width = None if sys.stdout.isatty() else 1000  # in a file or a pipe nothing is folded
-    console = Console(width=width, highlight=False, markup=False, emoji=False)
+    console = terminal.console()
     try:
         check()
         if arguments.action == "list":

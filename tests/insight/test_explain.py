@@ -11,7 +11,8 @@ from commands import command
 from conf.schema import Explain
 from data.tokenizer import CharacterTokenizer
 from insight.induction import INDUCTION, PREVIOUS, SINK, WATCHER, induction_model
-from scripts.explain import METHODS, explain, remark
+from scripts.explain import METHODS, explain
+from scripts.explanations.attention import remark
 from training import checkpoint
 
 TEXT = "_cabda"  # behind the first a came b

@@ -1,0 +1,1 @@
+"""What `python -m scripts.explain` does by each method."""
