@@ -11,7 +11,9 @@ from rich.console import Console
 
 from data.corpus import Tokens
 from insight import copying, ngrams, report
-from insight.report import band, copies, count, losses, position_bands, score
+from insight.report import copies, count, losses
+from insight.report.bands import position_bands
+from insight.report.measure import band, score
 from model import generate
 from training.evaluation import evaluate, windows
 
@@ -70,7 +72,7 @@ def test_tokens_are_scored_one_after_the_other(small, seq_len, stride):
 
 
 def test_the_logits_of_a_batch_are_bounded(small, monkeypatch):
-    monkeypatch.setattr(report, "LOGITS", 3 * 8 * VOCAB)
+    monkeypatch.setattr(report.measure, "LOGITS", 3 * 8 * VOCAB)
     model, rows = small(), []
     model.register_forward_hook(lambda _, inputs, logits: rows.append(len(logits)))
     assert sum(len(some.tokens) for some in score(model, text_of(65), windows(65, 8, 8), batch=8)) == 64
@@ -120,7 +122,7 @@ def test_by_document_the_hardest_comes_first_and_short_ones_are_not_ranked(small
 
 def test_of_many_documents_the_hardest_and_the_easiest_are_listed(small):
     found = measure(small(), text_of(400), documents=range(0, 400, 4))["by_document"]
-    assert (found["at_least"], found["count"], len(found["documents"])) == (1, 100, report.LISTED)
+    assert (found["at_least"], found["count"], len(found["documents"])) == (1, 100, report.measure.LISTED)
     listed = [row["loss"] for row in found["documents"]]
     assert listed == sorted(listed, reverse=True)
     assert (listed[0], listed[-1]) == (found["loss_percentiles"][100], found["loss_percentiles"][0])
@@ -188,7 +190,7 @@ def test_the_n_grams_read_the_text_as_one(small, batch):
 
 
 def test_counts_are_those_of_all_pieces(monkeypatch):
-    monkeypatch.setattr(report, "SCAN", 7)
+    monkeypatch.setattr(report.measure, "SCAN", 7)
     text = text_of(100)
     np.testing.assert_array_equal(count(text, VOCAB + 3), np.bincount(text.read(0, 100), minlength=VOCAB + 3))
 

@@ -12,7 +12,7 @@ import torch
 from conf.schema import Evaluate, Prepare
 from data.prepare import prepare
 from data.tokenizer import ByteTokenizer
-from insight import report
+from insight import ngrams
 from model import GPT
 from scripts import evaluate as script
 from training import checkpoint
@@ -116,9 +116,9 @@ def test_n_grams_take_no_more_than_they_are_told(trained, settings):
         cfg, checkpoint.load_model(folder), known, corpus.validation, corpus.train, 32, 32, {"batch": 8}
     )
     assert (figures["ngram_tokens"], figures["training_tokens"]) == (100, len(corpus.train))
-    baseline = report.ngrams.fit(corpus.train.read(0, 100), 257, 3)
+    baseline = ngrams.fit(corpus.train.read(0, 100), 257, 3)
     text = corpus.validation.read(0, len(corpus.validation)).astype(np.int64)
-    expected = -np.log(report.ngrams.probabilities(baseline, text))[:, 1:].mean(1)
+    expected = -np.log(ngrams.probabilities(baseline, text))[:, 1:].mean(1)
     np.testing.assert_allclose(figures["ngram_losses"], expected)
     assert len(windows(len(text), 32, 32)) > 8  # it was read in pieces
 
