@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from insight.drawing import pyplot
 from model import GPT, collect_attention
 
 CAVEAT = (
@@ -43,17 +44,6 @@ def attention_maps(model: GPT, tokens: Tensor) -> Tensor:
     return torch.cat(maps)
 
 
-def _pyplot():
-    try:
-        import matplotlib
-    except ImportError:
-        raise ValueError("a picture needs matplotlib: pip install -c requirements.lock matplotlib") from None
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    return pyplot
-
-
 def _label(axis, tokens: Sequence[str], inches: float, **options):
     """Writes tokens along an axis that is so long; where they would not fit, every second, third, ... of them."""
     step = max(1, math.ceil(len(tokens) * INCHES_A_LABEL / inches))
@@ -70,11 +60,10 @@ def _save(figure, path: str | Path, title: str):
 
 def draw_attention(path: str | Path, weights: Tensor, tokens: Sequence[str], effects: Tensor, title: str):
     """Every head's map, a row of pictures a layer. weights (n_layers, h, q, k); effects (n_layers, h) in nats."""
-    pyplot = _pyplot()
     n_layers, n_heads, n, _ = weights.shape
     seen = torch.ones(n, n, dtype=torch.bool).tril()
     side = min(max(INCHES_A_LABEL * n, 1.8), max(30 / n_heads, 1.8))
-    figure, axes = pyplot.subplots(
+    figure, axes = pyplot().subplots(
         n_layers,
         n_heads,
         figsize=(n_heads * (side + 0.2) + 2.2, n_layers * (side + 0.35) + 1.8),
@@ -99,8 +88,7 @@ def draw_attention(path: str | Path, weights: Tensor, tokens: Sequence[str], eff
 
 def draw_bars(path: str | Path, values: Sequence[float], tokens: Sequence[str], title: str, unit: str):
     """A bar a token, from the first at the top."""
-    pyplot = _pyplot()
-    figure, axes = pyplot.subplots(figsize=(7, max(2.0, 1.4 + 0.17 * len(tokens))), layout="constrained")
+    figure, axes = pyplot().subplots(figsize=(7, max(2.0, 1.4 + 0.17 * len(tokens))), layout="constrained")
     axes.barh(range(len(values)), values, color=["C0" if value >= 0 else "C3" for value in values])
     axes.set_yticks(range(len(tokens)), tokens, fontsize=8, parse_math=False)
     axes.set(ylim=(len(tokens) - 0.4, -0.6), xlabel=unit)
@@ -113,10 +101,9 @@ def draw_cells(
     path: str | Path, grids: Sequence[tuple[str, Tensor, Sequence[str], Sequence[str]]], title: str, unit: str
 ):
     """Grids one below the other, (name, values (rows, columns), names of the rows, of the columns); 0 is white."""
-    pyplot = _pyplot()
     rows = [0.25 * len(values) for _, values, _, _ in grids]  # inches
     columns = max(values.shape[1] for _, values, _, _ in grids)
-    figure, axes = pyplot.subplots(
+    figure, axes = pyplot().subplots(
         len(grids),
         figsize=(max(7.0, 3 + 0.5 * columns), 1.2 + sum(rows) + 1.2 * len(rows)),
         height_ratios=rows,
@@ -140,9 +127,8 @@ def draw_lens(path: str | Path, best: Sequence[Sequence[str]], chances: Tensor, 
 
     best[layer][token] is the most likely, chances (n_layers + 1, s) its probability; darker is surer.
     """
-    pyplot = _pyplot()
     n_columns, n = chances.shape
-    figure, axis = pyplot.subplots(figsize=(max(6.0, 2.8 + 0.8 * n_columns), 2.2 + 0.2 * n), layout="constrained")
+    figure, axis = pyplot().subplots(figsize=(max(6.0, 2.8 + 0.8 * n_columns), 2.2 + 0.2 * n), layout="constrained")
     image = axis.imshow(chances.T.numpy(), cmap="Blues", vmin=0, vmax=1, aspect="auto")
     _write(axis, [[token[:12] for token in row] for row in zip(*best, strict=True)], chances.T > 0.6)
     names = ["embedding", *(f"block {i}" for i in range(n_columns - 1))]

@@ -1,6 +1,5 @@
 """Measures a trained model on held-out text.  python -m scripts.evaluate checkpoint=runs/NAME"""
 
-import importlib.util
 import json
 import math
 import sys
@@ -19,6 +18,7 @@ from data.corpus import Corpus, Tokens, learned_from
 from data.prepare import encode_documents, prepare, saved_tokenizer
 from data.tokenizer import Tokenizer, load_tokenizer
 from insight import ngrams, report
+from insight.drawing import pyplot
 from model import GPT
 from model.few_rows import for_few_rows
 from scripts.terminal import console, warn
@@ -191,16 +191,17 @@ def output(cfg: Evaluate, kind: str, folder: Path) -> Path | None:
     path = getattr(cfg, kind)
     if path is None:
         return None
-    drawn = kind == "plot"
-    if drawn and importlib.util.find_spec("matplotlib") is None:
-        needed = "a picture needs matplotlib: pip install -c requirements.lock matplotlib"
-        if path != "auto":
-            raise ValueError(needed)
-        warn(needed)
-        return None
+    if kind == "plot":
+        try:
+            pyplot()
+        except ValueError as error:
+            if path != "auto":
+                raise
+            warn(str(error))
+            return None
     if path == "auto":
         place = folder.parent.parent if folder.parent.name == "checkpoints" else Path()
-        path = place / f"report_{folder.name}{'.png' if drawn else '.json'}"
+        path = place / f"report_{folder.name}{'.png' if kind == 'plot' else '.json'}"
     check_output(kind, path)
     return Path(path)
 

@@ -7,6 +7,7 @@ import torch
 
 from conf.entry import check_output, entry_point
 from conf.schema import Lessons
+from insight.drawing import pyplot
 from insight.lessons import LESSONS
 from insight.lessons.lesson import Lesson, as_text
 from training import checkpoint
@@ -60,10 +61,7 @@ def _pictures(plot: str | None, names: list[str]) -> dict[str, Path]:
     """Where the picture of each lesson goes."""
     if plot is None:
         return {}
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        raise ValueError("plot needs matplotlib: pip install -c requirements.lock matplotlib") from None
+    pyplot()  # before any work
     path = Path(plot)
     if path.suffix == ".png":
         if len(names) > 1:

@@ -14,6 +14,7 @@ from typing_extensions import TypedDict
 from conf.console import check, guard_output, hear_signals, visible
 from conf.entry import one_line
 from data.files import read_json
+from insight.drawing import pyplot
 from scripts import terminal
 from training.checkpoint import describe_best
 from training.metrics import best, read_rows
@@ -171,14 +172,7 @@ def _cell(value, there: bool) -> str:
 
 def plot(runs: list[Path], output: Path):
     """A picture of the loss of some runs, on what they learn from and on held-out text, against tokens."""
-    try:
-        import matplotlib
-    except ImportError:
-        raise ValueError("plotting needs matplotlib: pip install -c requirements.lock matplotlib") from None
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(7, 4))
+    figure, axes = pyplot().subplots(figsize=(7, 4))
     for i, run in enumerate(runs):
         table = rows(run)
         table = [row for row in table if "tokens" in row]

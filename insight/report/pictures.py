@@ -5,17 +5,13 @@ from pathlib import Path
 
 import numpy as np
 
+from insight.drawing import pyplot
 from insight.report.bands import copied_shares, counted_documents, highest_ngram, position_bands, shortened
 
 
 def plot(report: dict, path: str | Path, dpi: int = 120):
     """The same as a picture; needs matplotlib."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(2, 3, figsize=(14, 8), layout="constrained")
+    figure, axes = pyplot().subplots(2, 3, figsize=(14, 8), layout="constrained")
     panels = {
         "by_position": _plot_position,
         "by_frequency": _plot_frequency,
@@ -34,7 +30,7 @@ def plot(report: dict, path: str | Path, dpi: int = 120):
             axis.text(0.5, 0.5, f"{section.replace('_', ' ')}: no training text", ha="center")
     figure.suptitle(f"loss {report['loss']:.4f} nats per token, {report['tokens']:,} tokens: {report['text']}")
     figure.savefig(path, dpi=dpi)
-    pyplot.close(figure)
+    pyplot().close(figure)
 
 
 def _plot_position(report: dict, axis):

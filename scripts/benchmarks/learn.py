@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from conf.entry import REPOSITORY
 from data.corpus import Corpus
+from insight.drawing import pyplot
 from model.functional import cross_entropy
 from scripts.benchmarks.measure import prepared, table
 from training.evaluation import evaluate
@@ -64,12 +65,7 @@ def learning(
 
 def draw(runs: dict[str, list[dict]], path: Path):
     """Held-out bits per byte against seconds and against tokens."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(1, 2, figsize=(9, 3.6), sharey=True, layout="constrained")
+    figure, axes = pyplot().subplots(1, 2, figsize=(9, 3.6), sharey=True, layout="constrained")
     for axis, x, label in ((axes[0], 0, "seconds since the program was started"), (axes[1], 1, "tokens, millions")):
         for who, of_one in runs.items():
             for i, run in enumerate(of_one):
@@ -84,7 +80,7 @@ def draw(runs: dict[str, list[dict]], path: Path):
     )
     axes[0].legend()
     figure.savefig(path, dpi=110)
-    plt.close(figure)
+    pyplot().close(figure)
 
 
 def lines(command: list, folder: Path, log: Path) -> Iterator[tuple[float, str]]:

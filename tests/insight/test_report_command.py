@@ -188,7 +188,7 @@ def test_files_of_the_report_lie_in_the_run_or_else_where_one_is(trained, settin
 
 def test_a_picture_without_matplotlib_is_named_or_left_out(trained, settings, monkeypatch, capsys):
     folder = trained("tokenizer=bytes")
-    monkeypatch.setattr(script.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
     arguments = f"checkpoint={folder}", "report=true"
     cfg = settings(*arguments, config="evaluate", kind=Evaluate)
     assert script.output(cfg, "plot", folder) is None
