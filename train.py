@@ -22,10 +22,11 @@ from data.batches import ORDER, make_batches
 from data.corpus import learned_from
 from data.files import naming
 from data.prepare import planned_vocabulary, prepare
+from kernels import build
 from model import GPT, generate
 from model.gpt import checkpoint_activations
-from model.kernels import use_kernels
 from training import auto, checkpoint, distributed, estimate, guards, interruption, tracking
+from training.backend import choose_ops
 from training.compilation import compile_forward
 from training.evaluation import evaluate
 from training.interruption import Interruption
@@ -133,8 +134,8 @@ def _train(cfg: Train, run: Path, group: str | None, began: float) -> int:
         pieces = f"{cfg.batch_tokens:,} tokens, {choices['micro_batch']} x {cfg.seq_len} at once,"
         least = estimate.least(model, rows // ranks, choices["micro_batch"], cfg.seq_len)
         estimate.check_fits(f"a step of {pieces}", least)
-    model.use_attention(choices["attention"])
-    choices["kernels"] = choices["kernels"] and use_kernels(model, warn=print)
+    choices["kernels"] = choices["kernels"] and build.load("training", warn=print)
+    model.use(choose_ops(choices["attention"], choices["kernels"]))
     if cfg.activation_checkpointing:
         checkpoint_activations(model)
     autocast = auto.autocast(device, choices["precision"])

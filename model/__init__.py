@@ -1,7 +1,7 @@
 """The model: knows tensors only.
 
-Read functional first (the mathematics), then positions, attention, norm, feed_forward and gpt (the whole); cache
-and generation write with it, hooks look inside.
+Read functional first (the mathematics), then ops (the ways to compute it), positions, attention, norm, feed_forward and
+gpt (the whole); cache and generation write with it, hooks look inside.
 """
 
 from model.generation import generate

@@ -3,44 +3,14 @@
 import math
 
 import torch
-import torch.nn.functional as F
-from einops import rearrange, repeat
+from einops import rearrange
 from torch import Tensor, nn
 
-from model import functional
 from model.cache import LayerCache
 from model.functional import causal_mask
 from model.norm import RMSNorm
+from model.ops import TORCH
 from model.positions import RotaryPositionalEmbedding
-
-# Two ways to compute functional.scaled_dot_product_attention: by torch's kernel, and as it stands there. Both take
-# q (b h q d), k and v (b g k d) with g key/value heads shared by h / g query heads each, and give (b h q d) and, where
-# they have them, the weights (b h q k). `mask` (b h q k) is what may be seen, None for plain causal; `bias` is added
-# to the scores (b h q k).
-
-
-def fused_attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None, soft_cap: None, dropout_p: float
-) -> tuple[Tensor, None]:
-    """By torch's kernel, which never holds the square of weights, and for plain causal skips its upper triangle."""
-    if bias is not None:
-        may_look = causal_mask(q.shape[2], k.shape[2], q.device) if mask is None else mask
-        mask = bias.to(q.dtype).masked_fill(~may_look, -math.inf)
-    grouped = q.shape[1] > k.shape[1]
-    y = F.scaled_dot_product_attention(q, k, v, mask, dropout_p, is_causal=mask is None, enable_gqa=grouped)
-    return y, None
-
-
-def written_attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None, soft_cap: float | None, dropout_p: float
-) -> tuple[Tensor, Tensor]:
-    """As the mathematics stands in functional.py, square of weights and all."""
-    k, v = (repeat(x, "b g k d -> b (g r) k d", r=q.shape[1] // k.shape[1]) for x in (k, v))
-    if mask is None:
-        mask = causal_mask(q.shape[2], k.shape[2], q.device)
-    return functional.scaled_dot_product_attention(
-        q, k, v, mask, dropout_p, training=dropout_p > 0, bias=bias, soft_cap=soft_cap
-    )
 
 
 class CausalMultiHeadAttention(nn.Module):
@@ -56,8 +26,6 @@ class CausalMultiHeadAttention(nn.Module):
             Parameters", 2023).
         soft_cap: bounds the scores to +- soft_cap, smoothly ("Gemma 2", 2024); torch's kernel cannot.
         dropout: on the attention weights, in training.
-
-    `attend` is the function that computes: fused_attention or written_attention.
     """
 
     def __init__(
@@ -94,6 +62,7 @@ class CausalMultiHeadAttention(nn.Module):
             raise ValueError(
                 f"RoPE turns pairs of dimensions: d_model / n_heads must be even, got {d_model} / {n_heads} = {d_head}"
             )
+        self.ops = TORCH
         self.n_heads, self.n_kv_heads, self.soft_cap, self.dropout = n_heads, n_kv_heads, soft_cap, dropout
         self.wq = nn.Linear(d_model, n_heads * d_head, bias=False)
         self.wk = nn.Linear(d_model, n_kv_heads * d_head, bias=False)
@@ -104,7 +73,6 @@ class CausalMultiHeadAttention(nn.Module):
         self.rope = None
         if use_rope:
             self.rope = RotaryPositionalEmbedding(theta, d_head, max_seq_len, pairing, rope_scaling, rope_factor)
-        self.attend = fused_attention if soft_cap is None else written_attention
 
     def forward(
         self,
@@ -134,7 +102,7 @@ class CausalMultiHeadAttention(nn.Module):
                 mask = causal_mask(cache.slots, k.shape[2])
         if mask is not None:
             mask = _fit_mask(mask, (*q.shape[:3], k.shape[2]))
-        y, _ = self.attend(q, k, v, mask, bias, self.soft_cap, self.dropout if self.training else 0.0)
+        y, _ = self.ops.attention(q, k, v, mask, bias, self.soft_cap, self.dropout if self.training else 0.0)
         return self.wo(rearrange(y, "b h s d -> b s (h d)"))
 
 

@@ -1,7 +1,9 @@
 """What a block does to each position on its own. x (... d_model) -> (... d_model); `down` writes into the stream."""
 
 from torch import Tensor, nn
-from torch.nn.functional import gelu, relu, silu
+from torch.nn.functional import gelu, relu
+
+from model.ops import TORCH
 
 
 class SwiGLU(nn.Module):
@@ -9,12 +11,13 @@ class SwiGLU(nn.Module):
 
     def __init__(self, d_model: int, d_ff: int):
         super().__init__()
+        self.ops = TORCH
         self.gate = nn.Linear(d_model, d_ff, bias=False)
         self.up = nn.Linear(d_model, d_ff, bias=False)
         self.down = nn.Linear(d_ff, d_model, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(silu(self.gate(x)) * self.up(x))
+        return self.ops.gated_linear(self.gate(x), self.up(x), self.down)
 
 
 class GELU(nn.Module):

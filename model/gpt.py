@@ -7,11 +7,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from model.attention import CausalMultiHeadAttention, fused_attention, written_attention
+from model.attention import CausalMultiHeadAttention
 from model.cache import KVCache, LayerCache
 from model.feed_forward import FEED_FORWARDS
-from model.functional import attention_mask, cross_entropy
+from model.functional import attention_mask
 from model.norm import NORMS
+from model.ops import TORCH, Ops
 from model.positions import (
     SCHEMES,
     ALiBi,
@@ -19,6 +20,17 @@ from model.positions import (
     SinusoidalPositionalEmbedding,
     check_positions,
 )
+
+
+class Dropout(nn.Dropout):
+    """In training, each number zero with probability p, and else 1 / (1 - p) times itself ("Dropout", 2014)."""
+
+    def __init__(self, p: float):
+        super().__init__(p)
+        self.ops = TORCH
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.ops.dropout(x, self.p) if self.training else x
 
 
 class Block(nn.Module):
@@ -40,7 +52,7 @@ class Block(nn.Module):
         self.attention = CausalMultiHeadAttention(d_model, norm_eps=norm_eps, dropout=attention_dropout, **attention)
         self.feed_forward_norm = NORMS[norm](d_model, norm_eps)
         self.feed_forward = FEED_FORWARDS[feed_forward](d_model, d_ff)
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = Dropout(dropout)
 
     def forward(
         self, x: Tensor, token_positions: Tensor, mask: Tensor | None, cache: LayerCache | None, bias: Tensor | None
@@ -132,6 +144,7 @@ class GPT(nn.Module):
             )
         # what GPT(**arguments) needs to build this model again; a checkpoint keeps it
         self.arguments = arguments
+        self.ops = TORCH
         self.vocab_size, self.max_seq_len, self.window = vocab_size, max_seq_len, window
         rows = math.ceil(vocab_size / vocab_multiple) * vocab_multiple
         self.embedding = nn.Embedding(rows, d_model)
@@ -141,7 +154,7 @@ class GPT(nn.Module):
             self.position_embedding = LearnedPositionalEmbedding(d_model, max_seq_len)
         elif positions == "sinusoidal":
             self.position_embedding = SinusoidalPositionalEmbedding(d_model, max_seq_len)
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = Dropout(dropout)
         self.blocks = nn.ModuleList(
             Block(
                 d_model,
@@ -225,7 +238,7 @@ class GPT(nn.Module):
 
     def loss(self, x: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """x (... d_model), the last hidden states, and targets (...) -> the summed loss in nats and its count."""
-        return cross_entropy(self.logits(x), targets)
+        return self.ops.head_loss(self.logits, x, targets)
 
     def read(self, tokens: Tensor, cache: KVCache | None = None) -> Tensor:
         """The logits of `forward`, without its checks: from tensors alone, hence to be compiled once for all steps.
@@ -318,16 +331,11 @@ class GPT(nn.Module):
             block.attention.rope = block.attention.rope.stretched(times)
         return longer
 
-    def use_attention(self, backend: str):
-        """Computes attention by torch's "fused" kernel (the default) or as "written" in functional.py; same result."""
-        if backend not in ("fused", "written"):
-            raise ValueError(f"the attention backend must be fused or written, got {backend}")
-        if backend == "fused" and self.arguments["soft_cap"] is not None:
-            raise ValueError(
-                f"the fused kernel has no soft cap, got soft_cap {self.arguments['soft_cap']}: take written"
-            )
-        for block in self.blocks:
-            block.attention.attend = fused_attention if backend == "fused" else written_attention
+    def use(self, ops: Ops):
+        """Computes with the functions of this table from now on, wherever a module looks them up; same result."""
+        for module in self.modules():
+            if hasattr(module, "ops"):
+                module.ops = ops
 
     def n_parameters(self) -> int:
         """Trainable numbers; a tied matrix counts once."""

@@ -9,6 +9,7 @@ Outside the `with` nothing changes and nothing is paid.
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -17,8 +18,9 @@ from einops import rearrange
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from model.attention import CausalMultiHeadAttention, written_attention
+from model.attention import CausalMultiHeadAttention
 from model.gpt import GPT
+from model.ops import WRITTEN
 
 Edit = Callable[[Tensor], Tensor | None]
 
@@ -126,14 +128,14 @@ def attending(model: nn.Module, attend: Callable) -> Iterator[None]:
     The arguments and what is returned are those of `written_attention`.
     """
     layers = [module for module in model.modules() if isinstance(module, CausalMultiHeadAttention)]
-    before = [layer.attend for layer in layers]
+    before = [layer.ops for layer in layers]
     try:
         for i, (layer, own) in enumerate(zip(layers, before, strict=True)):
-            layer.attend = partial(attend, i, own)
+            layer.ops = replace(own, attention=partial(attend, i, own.attention))
         yield
     finally:
         for layer, own in zip(layers, before, strict=True):
-            layer.attend = own
+            layer.ops = own
 
 
 @contextmanager
@@ -147,7 +149,7 @@ def collect_attention(model: nn.Module) -> Iterator[list[Tensor]]:
     maps: list[Tensor] = []
 
     def attend(i: int, own: Callable, *arguments) -> tuple[Tensor, Tensor]:
-        y, weights = written_attention(*arguments)
+        y, weights = WRITTEN.attention(*arguments)
         maps[i:] = [weights]
         return y, weights
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import embedding
 
-from model.functional import rotate
+from model.ops import TORCH
 
 SCHEMES = ("rope", "learned", "sinusoidal", "alibi", "none")
 SCALINGS = ("interpolation", "ntk", "yarn")
@@ -94,7 +94,7 @@ class RotaryPositionalEmbedding(_Fixed):
         if pairing not in ("half", "interleaved"):
             raise ValueError(f"pairing must be half or interleaved, got {pairing}")
         self.arguments = (theta, d_k, max_seq_len, pairing, scaling, factor)
-        self.pairing = pairing
+        self.ops, self.pairing = TORCH, pairing
         speeds, amplitude = rope_speeds(theta, d_k, scaling, factor, max_seq_len)
         # float64 first: in float32 the angles at position 100,000 are already off by 0.005
         angles = torch.outer(torch.arange(max_seq_len).double(), speeds)
@@ -108,7 +108,7 @@ class RotaryPositionalEmbedding(_Fixed):
         if token_positions.ndim > 1:
             for _ in range(x.ndim - cos.ndim):
                 cos, sin = cos.unsqueeze(-3), sin.unsqueeze(-3)  # the same for all heads
-        return rotate(x, cos, sin, self.pairing)
+        return self.ops.rotate(x, cos, sin, self.pairing)
 
     def angles(self, token_positions: Tensor) -> tuple[Tensor, Tensor]:
         """(s,) or (b, s) -> the cosine and sine of every pair there, (s i) or (b s i)."""
@@ -118,7 +118,9 @@ class RotaryPositionalEmbedding(_Fixed):
         """One that reaches so many times as far, scaled by the same factor more; by YaRN where it was not scaled."""
         theta, d_k, max_seq_len, pairing, scaling, factor = self.arguments
         longer = (theta, d_k, max_seq_len * times, pairing, scaling or "yarn", factor * times)
-        return RotaryPositionalEmbedding(*longer).to(self.cos.device)
+        rope = RotaryPositionalEmbedding(*longer).to(self.cos.device)
+        rope.ops = self.ops
+        return rope
 
 
 def rope_speeds(

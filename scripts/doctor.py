@@ -20,8 +20,10 @@ from data.prepare import corpus_folder, prepare
 from data.tokenizer import Tokenizer, load_tokenizer
 from insight import doctor
 from insight.doctor import CHECKS, Finding, Patient, Result
+from kernels import build
 from model import GPT, generate
 from training import auto, checkpoint
+from training.backend import choose_ops
 from training.optimizer import build_optimizer
 from training.step import compute_gradients, gradient_norm, update
 
@@ -67,6 +69,21 @@ def new_model(cfg: Doctor) -> Patient:
     torch.manual_seed(cfg.seed)
     device = auto.choose_device(cfg.device)
     model = GPT(corpus.tokenizer.vocab_size, **asdict(cfg.model)).to(device).eval()
+    choices = auto.choose(
+        precision=cfg.precision,
+        kernels=cfg.kernels,
+        compile=cfg.compile,
+        attention=cfg.attention,
+        micro_batch=cfg.micro_batch,
+        device=device,
+        rows=cfg.batch_tokens // cfg.seq_len,
+        seq_len=cfg.seq_len,
+        vocab_size=model.vocab_size,
+        soft_cap=cfg.model.soft_cap,
+        flops=6 * model.n_parameters() * cfg.batch_tokens * (cfg.steps or 0),
+        saved={},
+    )
+    use_what_trains(model, choices)
     print(f"model  new, {model.n_parameters():,} parameters, vocabulary {model.vocab_size:,}")
     print(f"text   {corpus.folder}\n")
     ids = torch.from_numpy(corpus.train.read(0, min(len(corpus.train), ROWS * cfg.seq_len + 1)).astype("int64"))
@@ -96,7 +113,9 @@ def trained_model(path: str, device: str) -> Patient:
     settings = None
     if (folder / "training.pt").exists():
         checkpoint.check(folder)
-        settings = checkpoint.load_training(folder).get("config", {}).get("optimizer")
+        saved = checkpoint.load_training(folder)
+        settings = saved.get("config", {}).get("optimizer")
+        use_what_trains(model, saved["choices"])
     print(f"checkpoint  {folder}, {about['step']} steps")
     print(f"text        {where}\n")
     return Patient(
@@ -109,6 +128,13 @@ def trained_model(path: str, device: str) -> Patient:
         start_training=None if settings is None else training_by(settings),
         progress=progress,
     )
+
+
+def use_what_trains(model: GPT, choices: dict):
+    """Gives the model the functions that it learns with, by the choices of its run."""
+    on_cpu = model.embedding.weight.device.type == "cpu"
+    kernels = choices["kernels"] and on_cpu and build.load("training", warn=print)
+    model.use(choose_ops(choices["attention"], kernels))
 
 
 def held_out_text(about: dict, checkpoint_folder: Path, tokenizer: Tokenizer) -> tuple[str | None, Tensor | None, str]:

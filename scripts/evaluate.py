@@ -19,8 +19,8 @@ from data.prepare import encode_documents, prepare, saved_tokenizer
 from data.tokenizer import Tokenizer, load_tokenizer
 from insight import ngrams, report
 from insight.drawing import pyplot
+from kernels.decoding import pack_for_decoding
 from model import GPT
-from model.few_rows import for_few_rows
 from scripts.terminal import console, warn
 from training import auto, checkpoint, estimate
 from training.evaluation import Evaluation, evaluate, windows
@@ -35,7 +35,7 @@ def main(cfg: Evaluate):
     files = {kind: output(cfg, kind, folder) for kind in ("json", "plot")} if cfg.report else {}
     model = checkpoint.load_model(folder, auto.choose_device(cfg.device))
     if cfg.quantize == "int8":
-        model = for_few_rows(model, int8=True, warn=warn)
+        model = pack_for_decoding(model, int8=True, warn=warn)
     tokenizer = load_tokenizer(folder / "tokenizer")
 
     if cfg.data is not None and cfg.data.source == "files":  # all that is named is meant

@@ -21,9 +21,9 @@ from conf.schema import Generate, changed
 from data.continuation import Continuation
 from data.readers import unescape
 from data.tokenizer import Tokenizer, load_tokenizer
+from kernels.decoding import pack_for_decoding
 from model import GPT, generate
 from model.cache import bucket
-from model.few_rows import for_few_rows
 from model.generation import READ_EVERY, Step
 from scripts.terminal import warn
 from training import auto, checkpoint, estimate
@@ -38,7 +38,7 @@ def main(cfg: Generate):
     folder = checkpoint.find(cfg.checkpoint, warn=warn)
     model = checkpoint.load_model(folder, auto.choose_device(cfg.device))
     if cfg.quantize == "int8" or cfg.precision == "fp32":
-        model = for_few_rows(model, cfg.quantize == "int8", warn)
+        model = pack_for_decoding(model, cfg.quantize == "int8", warn)
     if cfg.precision == "bf16":
         model = model.bfloat16()
     writer = Writer(model, load_tokenizer(folder / "tokenizer"))

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from model.native import has_compiler
+from kernels.build import has_compiler
 
 PLAYED = "INKLING_TESTS_HARDWARE"
 KINDS = ("bf16", "fp32", "other", "native")  # other: than the native one

@@ -7,12 +7,13 @@ import pytest
 from conf.entry import REPOSITORY
 
 ALLOWED = {
+    "kernels": {"kernels"},
     "model": {"model"},
     "data": {"data"},
     "conf": {"conf"},
-    "training": {"training", "model", "data.files"},
+    "training": {"training", "model", "kernels", "data.files"},
     "insight": {"insight", "model", "data.files"},
-    "scripts": {"scripts", "model", "data", "conf", "training", "insight"},
+    "scripts": {"scripts", "model", "kernels", "data", "conf", "training", "insight"},
 }
 LAZY = {"wandb", "datasets", "rustbpe", "transformers", "tiktoken", "captum"}  # imported where used, or not at all
 

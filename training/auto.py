@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from model.native import has_compiler
+from kernels.build import has_compiler
 from training import distributed
 
 COMPILE_FLOPS_CPU = 4e12  # two minutes or so on two cores; compiling costs about one

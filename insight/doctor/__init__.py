@@ -48,6 +48,7 @@ CHECKS: dict[str, Callable[[Patient], Iterator[Finding]]] = {
     "leak": paths.leak,
     "cache": paths.cache,
     "fused kernel": paths.fused_kernel,
+    "functions": paths.functions,
     "padded ids": vocabulary.padded_ids,
     "score size": signals.score_size,
     "saturation": signals.saturation,

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from insight.doctor import reference
 from insight.doctor.patient import CLOSE, SAME, Finding, Patient, deviation, worst_heads
-from model import attention
+from model.ops import TORCH, WRITTEN
 
 FAR = 1e12  # further below 0 than any finite number that is meant to hide a key, but for the largest there are
 
@@ -20,13 +20,13 @@ def kernels(patient: Patient) -> Iterator[tuple[str, Callable]]:
     """(where, attend) of every function that computes attention in this model, or would on another backend."""
     layers: dict[Callable, list[int]] = {}
     for i, block in enumerate(patient.model.blocks):
-        layers.setdefault(block.attention.attend, []).append(i)
-    layers.setdefault(attention.written_attention, [])
+        layers.setdefault(block.attention.ops.attention, []).append(i)
+    layers.setdefault(WRITTEN.attention, [])
     if patient.model.arguments["soft_cap"] is None:
-        layers.setdefault(attention.fused_attention, [])
+        layers.setdefault(TORCH.attention, [])
     for attend, used in layers.items():
         where = f"layer {', '.join(map(str, used))}" if used else "in no layer now"
-        yield f"{getattr(attend, '__name__', attend)} ({where})", attend
+        yield f"{getattr(attend, 'func', attend).__name__} ({where})", attend
 
 
 def numbers(patient: Patient, T_q: int, T_k: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -25,7 +25,7 @@ def head_order(patient: Patient) -> Iterator[Finding]:
     for i, (layer, block) in enumerate(zip(layers, model.blocks, strict=True)):
         where, attention = f"blocks.{i}.attention", block.attention
         if layer.arguments is None:
-            yield Finding("head order", where, "attend is never called", "compute attention by self.attend")
+            yield Finding("head order", where, "its attention is never asked for", "compute it by self.ops.attention")
             continue
         q, k, v = layer.arguments[:3]
         for name, found in (("wq", q), ("wk", k), ("wv", v)):

@@ -1,13 +1,17 @@
 """The model as a whole, by different ways that must give the same: what a token may know, and through which path."""
 
+import copy
+import math
 from collections.abc import Iterator
+from dataclasses import fields, replace
 
 import torch
 from torch import Tensor
 
 from insight.doctor.patient import SAME, Finding, NotChecked, Patient, deviation, watched, worst_heads
-from model import GPT, attention
+from model import GPT
 from model.hooks import Site, editing
+from model.ops import TORCH, WRITTEN, Ops
 
 TOO_SHORT = "it needs 3 positions"
 
@@ -171,11 +175,37 @@ def fused_kernel(patient: Patient) -> Iterator[Finding]:
     for i, (layer, block) in enumerate(zip(layers, model.blocks, strict=True)):
         for name, given in (("plain causal", layer.arguments), ("with a mask", with_mask[i])):
             given = [x.float() if torch.is_tensor(x) and x.is_floating_point() else x for x in given]
-            written = attention.written_attention(*given)[0]
-            found = [attend(*given)[0] for attend in (block.attention.attend, attention.fused_attention)]
+            written = WRITTEN.attention(*given)[0]
+            found = [ops.attention(*given)[0] for ops in (block.attention.ops, TORCH)]
             y = max(found, key=lambda y: deviation(y, written))
             if (value := deviation(y, written)) > bound:
                 what = f"the kernel and the mathematics written out differ ({name})"
                 where = f"blocks.{i}.attention{worst_heads(y, written, bound)}"
                 yield Finding("fused kernel", where, what, "the checks before say which of them is wrong", value, bound)
                 break
+
+
+def functions(patient: Patient) -> Iterator[Finding]:
+    """In float32, each function that the model computes with gives the loss and the gradients of that written out."""
+    model, bound = copy.deepcopy(patient.probe).float().requires_grad_(), 1e-3
+    length = min(64, model.max_seq_len)
+    tokens = patient.random_tokens(math.ceil(256 / length), length)  # as many as kernels for training want
+
+    def learned(ops: Ops) -> Tensor:
+        model.use(ops)
+        model.zero_grad()
+        with torch.enable_grad():
+            loss, count = model(tokens, targets=tokens.roll(-1, 1))
+            (loss / count).backward()
+        gradients = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
+        return torch.cat([(loss / count).detach().view(1), *gradients])
+
+    ops, expected = patient.model.ops, learned(WRITTEN)
+    for name in (field.name for field in fields(ops)):
+        if getattr(ops, name) == getattr(WRITTEN, name):
+            continue
+        found = learned(replace(WRITTEN, **{name: getattr(ops, name)}))
+        if not (value := ((found - expected).norm() / expected.norm()).item()) <= bound:
+            what = "with it, loss or gradients differ from those of the mathematics written out"
+            do = f"compare it with {name} of WRITTEN in model/ops.py; kernels=false and attention=written do without"
+            yield Finding("functions", f"{name} of the model's table", what, do, value, bound)

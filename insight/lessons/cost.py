@@ -10,7 +10,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from insight.lessons.lesson import Lesson, exponent, seeded
 from model import GPT
-from model.attention import CausalMultiHeadAttention, fused_attention, written_attention
+from model.attention import CausalMultiHeadAttention
+from model.ops import WRITTEN, fused_attention, written_attention
 
 LENGTHS = [256, 512, 1024, 2048, 4096]
 D_HEAD = 64
@@ -209,7 +210,7 @@ def _layers() -> dict:
         )
         attention = CausalMultiHeadAttention(D_LAYER, 1).double()
         x = torch.randn(SEQUENCES[-1], D_LAYER).double()
-    attention.attend = written_attention
+    attention.ops = WRITTEN
     layers = {
         "recurrence": lambda x: recurrence(x, w, u),
         "convolution": lambda x: convolution(x, w_conv),

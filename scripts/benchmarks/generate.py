@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from einops import rearrange
 
+from kernels.decoding import pack_for_decoding
 from model import GPT, generate
-from model.few_rows import for_few_rows
 from scripts.benchmarks.measure import alternate, copy_rate, rate, table
 from training.compilation import compile_step
 
@@ -33,7 +33,7 @@ def generation(
     torch.set_num_threads(threads)
     torch.manual_seed(0)
     model = GPT(VOCABULARY, **SHAPE, max_seq_len=max(far + 16, PROMPT + new_tokens)).to(device).eval()
-    plain, small = for_few_rows(copy.deepcopy(model)), for_few_rows(copy.deepcopy(model), int8=True)
+    plain, small = pack_for_decoding(copy.deepcopy(model)), pack_for_decoding(copy.deepcopy(model), int8=True)
     other = hugging_face(model)
     results = []
     for rows in (1, batch):

@@ -10,10 +10,11 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from kernels import build
 from model import GPT
-from model.kernels import use_kernels
 from scripts.benchmarks.measure import alternate, copy_rate, peak_memory, product_rate, synchronise, table
 from training import auto
+from training.backend import choose_ops
 from training.compilation import compile_forward
 from training.estimate import flops_per_token
 from training.optimizer import build_optimizer
@@ -130,9 +131,10 @@ def plain_model(s: Shape) -> GPT:
 def inkling(s: Shape, precision: str, how: str) -> Callable[[], object]:
     """`how`: eager, compiled, or by the kernels for a CPU."""
     model = plain_model(s)
-    model.use_attention(auto.choose_attention(s.device, how == "compiled", precision, s.seq_len, None))
-    if how == "kernels" and not use_kernels(model, warn=print):
+    if how == "kernels" and not build.load("training", warn=print):
         raise ValueError("the kernels cannot be built")
+    attention = auto.choose_attention(s.device, how == "compiled", precision, s.seq_len, None)
+    model.use(choose_ops(attention, how == "kernels"))
     autocast, forward = auto.autocast(s.device, precision), None
     batch = {"tokens": s.tokens, "targets": s.targets}
     options = {"betas": [0.9, 0.99], "eps": 1e-8, "weight_decay": 0.1}

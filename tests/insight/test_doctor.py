@@ -1,6 +1,7 @@
 """The doctor names each of many faults, seeded one at a time, and says nothing of healthy models."""
 
 import copy
+from dataclasses import fields
 
 import pytest
 import torch
@@ -12,13 +13,18 @@ from faults import (
     damaged,
     muon,
     new_model,
+    off_in_float32,
     one_nan,
     patient_of,
     trained,
 )
+from hardware import needs_compiler
 from torch import nn
 
 from insight.doctor import CHECKS, Patient, examine, run
+from kernels import build
+from kernels.training import with_kernels
+from model.ops import TORCH, Ops
 
 
 def first_findings(patient: Patient) -> list:
@@ -49,11 +55,11 @@ HEALTHY = [
 def test_a_new_model_has_no_findings_and_stays_as_it_is(arguments):
     patient = patient_of(new_model(**arguments))
     weights, state = copy.deepcopy(patient.model.state_dict()), torch.get_rng_state()
-    attend = [block.attention.attend for block in patient.model.blocks]
+    attend = [block.attention.ops for block in patient.model.blocks]
     assert examine(patient) == []
     assert torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(tensor, weights[name]) for name, tensor in patient.model.state_dict().items())
-    assert [block.attention.attend for block in patient.model.blocks] == attend
+    assert [block.attention.ops for block in patient.model.blocks] == attend
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in patient.model.modules())
 
 
@@ -82,6 +88,22 @@ def test_each_fault_is_named_before_its_consequences(fault, monkeypatch):
     assert {finding.check for finding in findings} == {check}, findings
     assert any(where in finding.where and what in finding.what for finding in findings), findings
     assert all(finding.do for finding in findings)
+
+
+@needs_compiler
+@pytest.mark.parametrize("arguments", HEALTHY[:4], ids=str)
+def test_a_model_that_trains_by_kernels_has_no_findings(arguments):
+    build.load_kernels()
+    patient = patient_of(new_model(**arguments))
+    patient.model.use(with_kernels(TORCH))
+    assert examine(patient) == []
+
+
+@pytest.mark.parametrize("name", [field.name for field in fields(Ops) if field.name != "dropout"])
+def test_a_kernel_that_computes_something_else_is_named(name, monkeypatch):
+    """Whichever it is; dropout is compared with nothing."""
+    (finding,) = CHECKS["functions"](off_in_float32(name)(monkeypatch))
+    assert finding.where == f"{name} of the model's table"
 
 
 def test_the_rates_of_muon_are_no_finding(monkeypatch):

@@ -15,6 +15,7 @@ from insight.lessons import LESSONS, cost, heads, mask, shapes
 from insight.lessons.lesson import Lesson, as_text, exponent
 from model import functional
 from model.attention import CausalMultiHeadAttention
+from model.ops import TORCH
 from scripts.lessons import SEEDED, about, page, teach
 from training import checkpoint
 
@@ -109,7 +110,7 @@ def test_the_example_has_these_shapes():
 def test_the_six_steps_are_those_of_any_model(small, arguments):
     model = small(**arguments).float()
     if "soft_cap" not in arguments:
-        assert model.blocks[0].attention.attend.__name__ == "fused_attention"
+        assert model.blocks[0].attention.ops == TORCH
     lesson = shapes.lesson(model)
     assert not refused(lesson)
     d_head, g = model.arguments["d_model"] // 4, model.arguments["n_kv_heads"]
@@ -257,18 +258,18 @@ FAULTS = [
     ("shapes", {"model.functional.softmax": lambda x: SOFTMAX(x, -2)}, ["the six steps", "the weights are square"]),
     ("shapes", {"model.functional.causal_mask": sees_one_too_far}, ["and nothing stands"]),
     ("mask", {"model.functional.causal_mask": sees_one_too_far, **QUICK}, ["query i sees", "causal & padding"]),
-    ("mask", {"model.attention.fused_attention": mask._see_everything, **QUICK}, ["one forward"]),
+    ("mask", {"TORCH.attention": mask._see_everything, **QUICK}, ["one forward"]),
     ("mask", {"model.functional.padding_mask": hides_nothing, **QUICK}, ["causal & padding", "a padded row"]),
     ("mask", {"model.functional.softmax": shifted_only, **QUICK}, ["a query that sees nothing"]),
     ("mask", {"model.functional.softmax": lambda x: SOFTMAX(x) / 2, **QUICK}, ["the row of every"]),
     ("mask", QUICK, ["trained without", "its text is bad", "with the mask, what"]),
     ("heads", UNTRAINED, ["too narrow", "where two", "they specialise"]),
-    ("heads", {"model.attention.fused_attention": sees_nothing, **UNTRAINED}, ["one matrix for"]),
+    ("heads", {"TORCH.attention": sees_nothing, **UNTRAINED}, ["one matrix for"]),
     ("heads", {"insight.lessons.heads.CausalMultiHeadAttention": always_two, **UNTRAINED}, ["but each is narrower"]),
-    ("positions", {"model.positions.rotate": untouched, **UNLEARNED}, ["RoPE and ALiBi score", "within the 16"]),
+    ("positions", {"TORCH.rotate": untouched, **UNLEARNED}, ["RoPE and ALiBi score", "within the 16"]),
     ("positions", {"model.positions.ALiBi.forward": no_bias, **UNLEARNED}, ["with any of the four"]),
     ("cache", {"model.cache.KVCache.next_slots": next_but_one}, ["fed one by one"]),
-    ("cache", {"model.positions.rotate": untouched}, ["RoPE sees distances"]),
+    ("cache", {"TORCH.rotate": untouched}, ["RoPE sees distances"]),
     (
         "cost",
         {
@@ -278,7 +279,7 @@ FAULTS = [
         },
         ["the fused kernel", "recurrence waits", "on the long way"],
     ),
-    ("context", {"model.attention.fused_attention": sees_nothing}, ["after it there are two", "each block"]),
+    ("context", {"TORCH.attention": sees_nothing}, ["after it there are two", "each block"]),
 ]
 
 
@@ -287,7 +288,10 @@ FAULTS = [
 )
 def test_a_claim_that_does_not_hold_is_said_to_fail(name, changes, words, monkeypatch):
     for target, replacement in changes.items():
-        monkeypatch.setattr(target, replacement)
+        if target.startswith("TORCH."):
+            monkeypatch.setitem(vars(TORCH), target.removeprefix("TORCH."), replacement)
+        else:
+            monkeypatch.setattr(target, replacement)
     lesson = LESSONS[name].lesson()
     for beginning in words:
         assert [claim for claim in refused(lesson) if claim.startswith(beginning)], beginning

@@ -6,9 +6,10 @@ from einops import rearrange
 from torch.utils.flop_counter import FlopCounterMode
 
 from model import collect_attention
-from model.attention import CausalMultiHeadAttention, fused_attention, written_attention
+from model.attention import CausalMultiHeadAttention
 from model.cache import KVCache
 from model.functional import attention_mask, causal_mask, scaled_dot_product_attention
+from model.ops import BACKENDS, TORCH, WRITTEN, fused_attention, written_attention
 from model.positions import ALiBi
 
 PROJECTIONS = ("wq", "wk", "wv", "wo")
@@ -131,7 +132,7 @@ def test_qk_norm_makes_the_size_of_queries_and_keys_irrelevant():
 def test_the_work_does_not_depend_on_the_number_of_heads():
     def flops(n_heads: int) -> int:
         module = CausalMultiHeadAttention(64, n_heads)
-        module.attend = written_attention  # the counter does not know the CPU's fused kernel
+        module.ops = WRITTEN  # the counter does not know the CPU's fused kernel
         with FlopCounterMode(display=False) as counter:
             module(torch.randn(2, 32, 64))
         return counter.get_total_flops()
@@ -159,8 +160,7 @@ VARIANTS = {
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_fused_and_written_agree_in_values_and_gradients(n_kv_heads, variant):
     module, x, results = attention(n_kv_heads=n_kv_heads, qk_norm=True), some(), []
-    for attend in (fused_attention, written_attention):
-        module.attend = attend
+    for module.ops in (TORCH, WRITTEN):
         module.zero_grad()
         y = module(x, **VARIANTS[variant])
         y.square().sum().backward()
@@ -188,7 +188,7 @@ def test_fused_is_written_for_every_type_of_number(dtype, heads, variant):
         torch.testing.assert_close(fused, written, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("attend", [fused_attention, written_attention])
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
     ("mask", "message"),
     [
@@ -198,9 +198,9 @@ def test_fused_is_written_for_every_type_of_number(dtype, heads, variant):
         (torch.ones(1, 1, 1, 9, 9).bool(), r"\(1, 1, 1, 9, 9\) and \(2, 4, 9, 9\)"),
     ],
 )
-def test_a_mask_that_is_none_is_refused(attend, mask, message):
+def test_a_mask_that_is_none_is_refused(backend, mask, message):
     module = attention()
-    module.attend = attend
+    module.ops = BACKENDS[backend]
     with pytest.raises(ValueError, match=message):
         module(some(), mask=mask)
 
@@ -222,10 +222,10 @@ def test_a_mask_without_head_axis_stands_for_all_heads():
     assert torch.equal(module(x, mask=mask[:, 0]), module(x, mask=mask))
 
 
-@pytest.mark.parametrize("attend", [fused_attention, written_attention])
-def test_dropout_only_in_training(attend):
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_dropout_only_in_training(backend):
     module, x = attention(dropout=0.5), some()
-    module.attend = attend
+    module.ops = BACKENDS[backend]
     assert torch.equal(module(x), module(x))
     assert torch.equal(module(x), attention_without_dropout(module)(x))
     module.train()
@@ -235,17 +235,20 @@ def test_dropout_only_in_training(attend):
 def attention_without_dropout(module):
     same = attention()
     same.load_state_dict(module.state_dict())
-    same.attend = module.attend
+    same.ops = module.ops
     return same
 
 
-def test_a_soft_cap_is_written_out_and_bounds_the_weights():
+def test_a_soft_cap_bounds_the_weights():
     module, x = attention(soft_cap=1.0), 100 * some()
     with collect_attention(module) as maps:
         module(x)
     last = maps[0][:, :, -1]  # sees all
     assert (last.amax(-1) / last.amin(-1)).max() <= math.exp(2.0) * (1 + 1e-9)
-    assert module.attend is written_attention
+    weights = maps[0].detach()
+    v = rearrange(module.wv(x), "b s (h d) -> b h s d", h=4)
+    for module.ops in (TORCH, WRITTEN):  # torch's kernel has none, and is not asked
+        torch.testing.assert_close(module.wo(rearrange(weights @ v, "b h s d -> b s (h d)")), module(x))
 
 
 # --- weights on request ---------------------------------------------------------------------------------------------
@@ -267,7 +270,7 @@ def test_the_collected_weights_are_what_the_fused_path_used(arguments):
 
 def test_each_layer_and_head_is_collected_and_nothing_stays(small):
     model, tokens = small(n_layers=3), torch.randint(17, (2, 6))
-    before = [block.attention.attend for block in model.blocks]
+    before = [block.attention.ops for block in model.blocks]
     logits = model(tokens)
     with collect_attention(model) as maps:
         assert maps == []
@@ -284,7 +287,7 @@ def test_each_layer_and_head_is_collected_and_nothing_stays(small):
             torch.testing.assert_close(chunk, whole[:, :, 4:])
     with pytest.raises(KeyError), collect_attention(model):
         raise KeyError
-    assert [block.attention.attend for block in model.blocks] == before
+    assert [block.attention.ops for block in model.blocks] == before
     assert torch.equal(model(tokens), logits)
 
 

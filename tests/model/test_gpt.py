@@ -1,28 +1,15 @@
 import math
+from dataclasses import replace
 
 import pytest
 import torch
+from architectures import ARCHITECTURES
 
 from model import GPT, collect_attention, generate
-from model.attention import fused_attention, written_attention
 from model.feed_forward import FEED_FORWARDS
+from model.ops import BACKENDS, TORCH, WRITTEN
 from model.positions import SCALINGS, SCHEMES
 
-ARCHITECTURES = [
-    {},
-    {"qk_norm": True, "tied": True},
-    {"pairing": "interleaved", "n_kv_heads": None},
-    {"rope_scaling": "yarn", "rope_factor": 4.0},
-    {"positions": "learned"},
-    {"positions": "sinusoidal", "n_kv_heads": 1},
-    {"positions": "alibi"},
-    {"positions": "none"},
-    {"window": 3},
-    {"soft_cap": 2.0},
-    {"norm": "layernorm", "feed_forward": "gelu"},
-    {"feed_forward": "relu2", "vocab_multiple": 8},
-    {"embedding_norm": True, "zero_init": True},
-]
 architectures = pytest.mark.parametrize("arguments", ARCHITECTURES, ids=str)
 schemes = pytest.mark.parametrize("positions", SCHEMES)
 
@@ -31,10 +18,9 @@ def unmask(model):
     """Lets every token see every other, the future too."""
 
     def attend(q, k, v, mask, *rest):
-        return written_attention(q, k, v, torch.ones(q.shape[2], k.shape[2], dtype=torch.bool), *rest)
+        return WRITTEN.attention(q, k, v, torch.ones(q.shape[2], k.shape[2], dtype=torch.bool), *rest)
 
-    for block in model.blocks:
-        block.attention.attend = attend
+    model.use(replace(TORCH, attention=attend))
     return model
 
 
@@ -72,12 +58,11 @@ def test_one_forward_is_as_many_forwards_as_tokens(small, arguments):
 
 
 @architectures
-@pytest.mark.parametrize("backend", ["fused", "written"])
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("cuts", [[10], [4, 6], [1, 9], [3, 1, 2, 4], [1] * 10], ids=str)
 def test_the_cache_changes_nothing(small, arguments, backend, cuts):
     model = small(**arguments)
-    if "soft_cap" not in arguments:
-        model.use_attention(backend)
+    model.use(BACKENDS[backend])
     tokens = torch.randint(17, (2, 10))
     cache = model.new_cache(capacity=12)
     pieces = [model(piece, cache=cache) for piece in tokens.split(cuts, dim=1)]
@@ -333,13 +318,6 @@ def test_what_cannot_be_built_is_refused(small, arguments, message):
         small(**arguments)
 
 
-def test_the_backend_is_the_one_that_was_chosen(small):
-    model = small()
-    for backend, attend in (("written", written_attention), ("fused", fused_attention)):
-        model.use_attention(backend)
-        assert [block.attention.attend for block in model.blocks] == [attend, attend]
-
-
 @pytest.mark.parametrize(
     "arguments",
     [{"qk_norm": True}, {"soft_cap": 0.5}, {"window": 3}, {"theta": 5.0}, {"pairing": "interleaved"}, {"norm_eps": 1.0}]
@@ -390,13 +368,6 @@ def test_feed_forwards_are_their_formulas(name, kind):
         "relu2": lambda: ((x @ up).clamp(min=0) ** 2) @ down,
     }[name]()
     torch.testing.assert_close(module(x), expected)
-
-
-def test_an_unknown_backend_and_one_without_the_soft_cap_are_refused(small):
-    with pytest.raises(ValueError, match="fused or written, got fussed"):
-        small().use_attention("fussed")
-    with pytest.raises(ValueError, match="soft_cap 2.0: take written"):
-        small(soft_cap=2.0).use_attention("fused")
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ WQ = Place("blocks.1.attention.wq")
 @pytest.mark.parametrize("kind", KINDS)
 def test_looking_changes_nothing_and_nothing_stays_behind(small, kind):
     model, tokens = small(**kind), torch.randint(17, (2, 7))
-    before, own = model(tokens), [block.attention.attend for block in model.blocks]
+    before, own = model(tokens), [block.attention.ops for block in model.blocks]
     with recording(model, [*SITES, WQ]) as found:
         assert torch.equal(model(tokens), before)
     assert set(found) == {*SITES, WQ}
@@ -29,7 +29,7 @@ def test_looking_changes_nothing_and_nothing_stays_behind(small, kind):
     with pytest.raises(RuntimeError, match="stop"), attending(model, print), editing(model, {WQ: torch.zeros_like}):
         raise RuntimeError("stop")
     assert torch.equal(model(tokens), before)
-    assert [block.attention.attend for block in model.blocks] == own
+    assert [block.attention.ops for block in model.blocks] == own
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 

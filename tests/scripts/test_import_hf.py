@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from data.tokenizer import load_tokenizer
 from model import generate
+from model.ops import BACKENDS, TORCH
 from scripts.import_hf import import_llama
 from training import checkpoint
 
@@ -370,9 +371,9 @@ def test_it_writes_its_story_without_a_cache(stories):
 @pytest.mark.parametrize("backend", ["fused", "written"])
 def test_it_writes_its_story_with_a_cache(stories, backend):
     _, model, expected = stories
-    model.use_attention(backend)
+    model.use(BACKENDS[backend])
     assert greedy(model, expected[:1]) == [expected]
-    model.use_attention("fused")
+    model.use(TORCH)
 
 
 @pytest.mark.parametrize("cuts", [[256], [1, 255], [100, 1, 155], [7] * 36 + [4], [1, 2, 3, 250], [128, 128]], ids=str)

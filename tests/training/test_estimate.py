@@ -16,6 +16,7 @@ from model import GPT
 from model.feed_forward import FEED_FORWARDS
 from model.gpt import checkpoint_activations
 from model.norm import NORMS
+from model.ops import BACKENDS, WRITTEN
 from model.positions import SCHEMES
 from training import auto, estimate
 from training.optimizer import build_optimizer
@@ -55,7 +56,7 @@ def two_steps(
     device, vocab_size, shape, *, rows, micro_batch, seq_len, precision, attention, optimizer, checkpointing=False
 ):
     model = GPT(vocab_size, max_seq_len=seq_len, **shape).to(device)
-    model.use_attention(attention)
+    model.use(BACKENDS[attention])
     if checkpointing:
         checkpoint_activations(model)
     settings = RATES | {"betas": [0.9, 0.99], "eps": 1e-8, "weight_decay": 0.1, "momentum": 0.9}
@@ -125,7 +126,7 @@ def test_parameters_are_exact(tied, positions):
 @pytest.mark.parametrize("changes", [{}, {"tied": True, "n_kv_heads": 1}, {"positions": "learned", "d_ff": 20}])
 def test_flops_are_those_that_torch_counts(changes):
     model = GPT(300, max_seq_len=16, **{**TINY, **changes})
-    model.use_attention("written")  # the counter does not see into the CPU's kernel
+    model.use(WRITTEN)  # the counter does not see into the CPU's kernel
     tokens = torch.randint(300, (2, 16))
     with FlopCounterMode(display=False) as counter:
         model(tokens, targets=tokens)[0].backward()

@@ -1,6 +1,6 @@
-// What training spends its time on, for a CPU: products of matrices, causal attention, and what lies between them.
-// model/kernels.py says what each operation computes, and tests hold it to that. Every sum is added up in an order that
-// depends on the shapes alone, so that threads change no bit.
+// Causal attention, norms, rotation, gates, dropout and loss of training, for a CPU. training.py says what each operation computes, and
+// tests hold it to that. Every sum is added up in an order that depends on the shapes alone, so that threads change no
+// bit.
 
 #include <algorithm>
 #include <cmath>
@@ -10,7 +10,7 @@
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
-#include "products.h"
+#include "tile.h"
 
 using torch::stable::parallel_for;
 using torch::stable::Tensor;
@@ -22,14 +22,6 @@ bool is_float(const Tensor& x) { return x.scalar_type() == torch::headeronly::Sc
 float* numbers(const Tensor& x) {
   STD_TORCH_CHECK(is_float(x), "the kernels compute in float32");
   return static_cast<float*>(x.data_ptr());
-}
-
-Matrix matrix(const Tensor& x) { return {numbers(x), x.stride(0), x.stride(1)}; }
-
-void multiply(Tensor out, const Tensor& left, const Tensor& right, bool add) {
-  STD_TORCH_CHECK(left.size(1) == right.size(0) && out.size(0) == left.size(0) && out.size(1) == right.size(1) &&
-                  out.stride(1) == 1, "the matrices do not fit each other");
-  product(matrix(left), matrix(right), numbers(out), out.stride(0), out.size(0), out.size(1), left.size(1), add);
 }
 
 // --- causal attention: "FlashAttention" (2022). No square of weights; the backward pass computes them again -----------
@@ -351,46 +343,66 @@ void dropout(const Tensor& x, Tensor out, double share, int64_t seed) {
   });
 }
 
-// Logits (rows vocab) become the gradient of the summed loss; gives each row's loss. A negative target has neither.
-Tensor cross_entropy(Tensor logits, const Tensor& targets) {
-  const int64_t rows = logits.size(0), vocab = logits.size(1);
-  STD_TORCH_CHECK(logits.is_contiguous() && targets.is_contiguous() && targets.numel() == rows &&
+void check_targets(const Tensor& logits, const Tensor& targets) {
+  STD_TORCH_CHECK(logits.is_contiguous() && targets.is_contiguous() && targets.numel() == logits.size(0) &&
                   targets.scalar_type() == torch::headeronly::ScalarType::Long, "one target a row, int64");
+}
+
+// The loss of each row of logits (rows vocab), and for its softmax (rows 2) the maximum and one over the sum of
+// exponentials. A target that is `ignore` has no loss.
+std::tuple<Tensor, Tensor> cross_entropy(const Tensor& logits, const Tensor& targets, int64_t ignore) {
+  check_targets(logits, targets);
+  const int64_t rows = logits.size(0), vocab = logits.size(1);
   auto right = static_cast<const int64_t*>(targets.data_ptr());
-  for (int64_t row = 0; row < rows; ++row) STD_TORCH_CHECK(right[row] < vocab, "a target is beyond the vocabulary");
-  Tensor losses = torch::stable::new_empty(logits, {rows});
-  float *all = numbers(logits), *each_loss = numbers(losses);
+  for (int64_t row = 0; row < rows; ++row)
+    STD_TORCH_CHECK(right[row] == ignore || (right[row] >= 0 && right[row] < vocab), "a target is beyond the vocabulary");
+  Tensor losses = torch::stable::new_empty(logits, {rows}), scales = torch::stable::new_empty(logits, {rows, 2});
+  const float* all = numbers(logits);
+  float *loss = numbers(losses), *scale = numbers(scales);
   parallel_for(0, rows, 1 + 4096 / vocab, [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {
-      float* x = all + row * vocab;
-      const int64_t target = right[row];
-      float& loss = each_loss[row] = 0;
-      if (target < 0) {
-        std::fill(x, x + vocab, 0.0f);
-        continue;
-      }
+      const float* x = all + row * vocab;
       Lanes tops = Lanes{} - INFINITY, sums{};
       for (int64_t j = 0; j < vocab; j += LANES) tops = larger(tops, load(x + j, vocab - j, -INFINITY));
       const float top = largest(tops);
-      const float score = x[target] - top;
-      for (int64_t j = 0; j < vocab; j += LANES) {
-        const Lanes some = exp(load(x + j, vocab - j, -INFINITY) - top);
-        sums += some;
-        store(x + j, some, vocab - j);
-      }
-      const float total = sum(sums), over = 1 / total;
-      for (int64_t j = 0; j < vocab; ++j) x[j] *= over;
-      x[target] -= 1;
-      loss = std::log(total) - score;
+      for (int64_t j = 0; j < vocab; j += LANES) sums += exp(load(x + j, vocab - j, -INFINITY) - top);
+      const float total = sum(sums);
+      scale[2 * row] = top;
+      scale[2 * row + 1] = 1 / total;
+      loss[row] = right[row] == ignore ? 0 : std::log(total) - (x[right[row]] - top);
     }
   });
-  return losses;
+  return {losses, scales};
+}
+
+// What the logits change the summed loss by, times `change`, that of the sum.
+Tensor cross_entropy_backward(const Tensor& change, const Tensor& logits, const Tensor& targets, const Tensor& scales,
+                              int64_t ignore) {
+  check_targets(logits, targets);
+  const int64_t rows = logits.size(0), vocab = logits.size(1);
+  Tensor slopes = torch::stable::new_empty(logits, {rows, vocab});
+  const float *all = numbers(logits), *scale = numbers(scales), times = *numbers(change);
+  float* out = numbers(slopes);
+  auto right = static_cast<const int64_t*>(targets.data_ptr());
+  parallel_for(0, rows, 1 + 4096 / vocab, [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) {
+      const float *x = all + row * vocab, top = scale[2 * row], over = scale[2 * row + 1];
+      float* y = out + row * vocab;
+      if (right[row] == ignore) {
+        std::fill(y, y + vocab, 0.0f);
+        continue;
+      }
+      for (int64_t j = 0; j < vocab; j += LANES) store(y + j, exp(load(x + j, vocab - j) - top) * over, vocab - j);
+      y[right[row]] -= 1;
+      for (int64_t j = 0; j < vocab; ++j) y[j] *= times;
+    }
+  });
+  return slopes;
 }
 
 }  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(inkling, library) {
-  library.def("multiply(Tensor(a!) out, Tensor left, Tensor right, bool add) -> ()");
   library.def("attention(Tensor q, Tensor k, Tensor v) -> (Tensor, Tensor)");
   library.def("attention_backward(Tensor dy, Tensor q, Tensor k, Tensor v, Tensor y, Tensor log_sums)"
               " -> (Tensor, Tensor, Tensor)");
@@ -400,11 +412,12 @@ STABLE_TORCH_LIBRARY_FRAGMENT(inkling, library) {
   library.def("silu_times(Tensor gate, Tensor up, Tensor(a!) out) -> ()");
   library.def("silu_times_backward(Tensor dy, Tensor gate, Tensor up, Tensor(a!) dgate, Tensor(b!) dup) -> ()");
   library.def("dropout(Tensor x, Tensor(a!) out, float share, int seed) -> ()");
-  library.def("cross_entropy(Tensor(a!) logits, Tensor targets) -> Tensor");
+  library.def("cross_entropy(Tensor logits, Tensor targets, int ignore) -> (Tensor, Tensor)");
+  library.def("cross_entropy_backward(Tensor change, Tensor logits, Tensor targets, Tensor scales, int ignore)"
+              " -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(inkling, CPU, library) {
-  library.impl("multiply", TORCH_BOX(&multiply));
   library.impl("attention", TORCH_BOX(&attention));
   library.impl("attention_backward", TORCH_BOX(&attention_backward));
   library.impl("norm_turn", TORCH_BOX(&norm_turn));
@@ -413,4 +426,5 @@ STABLE_TORCH_LIBRARY_IMPL(inkling, CPU, library) {
   library.impl("silu_times_backward", TORCH_BOX(&silu_times_backward));
   library.impl("dropout", TORCH_BOX(&dropout));
   library.impl("cross_entropy", TORCH_BOX(&cross_entropy));
+  library.impl("cross_entropy_backward", TORCH_BOX(&cross_entropy_backward));
 }

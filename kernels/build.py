@@ -14,8 +14,18 @@ from pathlib import Path
 import torch
 
 
-def kernels_loaded() -> bool:
+def loaded() -> bool:
     return hasattr(torch.ops.inkling, "attend")
+
+
+def load(what: str, warn: Callable[[str], None] = warnings.warn) -> bool:
+    """Whether the kernels of "training" or "generation" are there; if they cannot be built, says so in a line."""
+    try:
+        load_kernels(warn)
+    except RuntimeError as error:
+        warn(f"the kernels of {what} cannot be built, going on without, slower: {error}")
+        return False
+    return True
 
 
 def has_compiler() -> bool:
@@ -39,7 +49,7 @@ def load_kernels(say: Callable[[str], None] = warnings.warn):
     Takes a C++ compiler and some seconds, once: the result stays where torch keeps extensions (TORCH_EXTENSIONS_DIR),
     under a name made of all that it is made of, and of its own bytes, by which a damaged one is known and built again.
     """
-    if kernels_loaded():
+    if loaded():
         return
     here = Path(__file__).parent
     sources = sorted(here.glob("*.cpp"))

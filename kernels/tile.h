@@ -1,5 +1,5 @@
-// Products of matrices, after "Anatomy of High-Performance Matrix Multiplication" (2008) and BLIS: the right one is packed
-// into panels, in the order in which they are read, and a block of the result is added up in registers.
+// A block of a product of matrices, added up in registers, after "Anatomy of High-Performance Matrix Multiplication"
+// (2008) and BLIS: the right matrix is packed into panels, in the order in which they are read.
 
 #pragma once
 #include <algorithm>
@@ -15,9 +15,7 @@ namespace {
 
 constexpr int PANEL = 2 * LANES;  // columns of the right matrix that lie side by side once packed
 constexpr int GROUP = 6;          // rows of the left one: with them, 12 of the 16 registers hold sums
-constexpr int DEPTH = 256;        // a group so deep stays in the nearest cache, and in the next, 512 KiB or more,
-constexpr int COLUMNS = 16 * PANEL;  // so many columns of the right matrix, while its rows pass
-constexpr int ROWS = 16 * GROUP;  // that are packed at a time, where they have to be
+constexpr int DEPTH = 256;        // rows of a panel that stay in the nearest cache
 
 struct Matrix {  // a view, transposed or not
   const float* data;
@@ -108,20 +106,6 @@ void pack_columns(Matrix from, int rows, int columns, float* to) {
   }
 }
 
-// Rows of a matrix whose rows do not lie side by side as groups (group, column, GROUP).
-void pack_rows(Matrix from, int rows, int columns, float* to) {
-  for (int first = 0; first < rows; first += GROUP, to += int64_t(columns) * GROUP) {
-    const int n = std::min(GROUP, rows - first);
-    for (int k = 0; k < columns; ++k) {
-      const Matrix part = from.from(first, k);
-      if (n == GROUP && part.row == 1)
-        std::memcpy(to + k * GROUP, part.data, GROUP * sizeof(float));
-      else
-        for (int r = 0; r < n; ++r) to[k * GROUP + r] = part.data[r * part.row];
-    }
-  }
-}
-
 // Memory of this thread's own, kept between calls; its start is that of a line of the cache.
 float* scratch(int which, size_t size) {
   constexpr size_t LINE = 64 / sizeof(float);
@@ -129,40 +113,6 @@ float* scratch(int which, size_t size) {
   if (memory[which].size() < size + LINE) memory[which].resize(size + LINE);
   float* start = memory[which].data();
   return start + (LINE - reinterpret_cast<uintptr_t>(start) / sizeof(float) % LINE) % LINE;
-}
-
-void product_alone(Matrix left, Matrix right, float* out, int64_t out_row, int m, int n, int depth, bool add) {
-  float* panels = scratch(0, DEPTH * COLUMNS);
-  float* groups = scratch(1, DEPTH * ROWS);
-  for (int j0 = 0; j0 < n; j0 += COLUMNS)
-    for (int k0 = 0; k0 < depth; k0 += DEPTH) {
-      const int columns = std::min(COLUMNS, n - j0), deep = std::min(DEPTH, depth - k0);
-      pack_columns(right.from(k0, j0), deep, columns, panels);
-      for (int i0 = 0; i0 < m; i0 += ROWS) {
-        const int rows = std::min(ROWS, m - i0);
-        const bool packed = left.column != 1;
-        if (packed) pack_rows(left.from(i0, k0), rows, deep, groups);
-        for (int i = 0; i < rows; i += GROUP)
-          for (int j = 0; j < columns; j += PANEL)
-            tile(std::min(GROUP, rows - i), packed ? Matrix{groups + i * deep, 1, GROUP} : left.from(i0 + i, k0),
-                 panels + j * deep, deep, out + (i0 + i) * out_row + j0 + j, out_row, std::min(PANEL, columns - j),
-                 add || k0 > 0);
-      }
-    }
-}
-
-// out (m n) = left (m depth) right (depth n), or added to it. Threads share the longer side of `out`.
-void product(Matrix left, Matrix right, float* out, int64_t out_row, int m, int n, int depth, bool add) {
-  const bool by_rows = m >= n;
-  const int unit = by_rows ? GROUP : PANEL, units = up_to(by_rows ? m : n, unit) / unit;
-  const int64_t work = int64_t(unit) * depth * (by_rows ? n : m);
-  torch::stable::parallel_for(0, units, 1 + (1 << 18) / (1 + work), [&](int64_t begin, int64_t end) {
-    const int first = begin * unit, last = std::min<int64_t>(end * unit, by_rows ? m : n);
-    if (by_rows)
-      product_alone(left.from(first, 0), right, out + first * out_row, out_row, last - first, n, depth, add);
-    else
-      product_alone(left, right.from(0, first), out + first, out_row, m, last - first, depth, add);
-  });
 }
 
 }  // namespace

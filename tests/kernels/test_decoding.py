@@ -1,13 +1,16 @@
+from functools import partial
+
 import pytest
 import torch
 from hardware import needs_compiler
 from torch import nn
 from torch.nn.functional import linear as torch_linear
 
-from model import GPT, functional, generate, native
-from model.attention import fused_attention
-from model.few_rows import FEW_ROWS, PackedLinear, attention_of_one, for_few_rows
-from model.native import load_kernels
+from kernels import build
+from kernels.build import load_kernels
+from kernels.decoding import FEW_ROWS, DecodeLinear, attention, pack_for_decoding
+from model import GPT, functional, generate
+from model.ops import TORCH, fused_attention
 
 SHAPES = [(64, 64), (32, 96), (96, 64), (96, 33), (32, 1), (48, 200), (17, 5), (1, 130)]
 
@@ -18,7 +21,7 @@ SHAPES = [(64, 64), (32, 96), (96, 64), (96, 33), (32, 1), (48, 200), (17, 5), (
 def test_the_kernel_multiplies_whatever_the_shape_and_each_row_as_if_alone(shape, int8):
     load_kernels()
     linear = nn.Linear(*shape, bias=False)
-    packed = PackedLinear(linear, int8)
+    packed = DecodeLinear(linear, int8)
     weight = packed.weight if not int8 else packed.weight * packed.scale[: shape[1], None]
     if not int8:
         assert torch.equal(weight, linear.weight)
@@ -37,7 +40,7 @@ def test_the_kernel_multiplies_whatever_the_shape_and_each_row_as_if_alone(shape
 @needs_compiler
 def test_threads_change_nothing():
     load_kernels()
-    packed, x = PackedLinear(nn.Linear(48, 1000, bias=False)), torch.randn(5, 48)
+    packed, x = DecodeLinear(nn.Linear(48, 1000, bias=False)), torch.randn(5, 48)
     alone = packed(x)
     torch.set_num_threads(3)
     assert torch.equal(packed(x), alone)
@@ -48,10 +51,10 @@ def test_threads_change_nothing():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 def test_a_byte_a_weight_is_near_the_weight(kernels, rows, dtype, monkeypatch):
     """Within half a step of each row's scale; and the product is that with these bytes."""
-    load_kernels() if kernels else monkeypatch.setattr(native, "kernels_loaded", lambda: False)
+    load_kernels() if kernels else monkeypatch.setattr(build, "loaded", lambda: False)
     linear, x = nn.Linear(48, 33, bias=False), torch.randn(1, rows, 48, dtype=dtype)
     linear.weight.data *= torch.rand(33, 1) + 0.1
-    packed = PackedLinear(linear, int8=True)
+    packed = DecodeLinear(linear, int8=True)
     assert packed.panels.dtype == torch.int8
     back = packed.weight * packed.scale[:33, None]
     step = linear.weight.detach().abs().amax(1, keepdim=True) / 127
@@ -65,7 +68,7 @@ def test_a_byte_a_weight_is_near_the_weight(kernels, rows, dtype, monkeypatch):
 def test_a_row_of_zeros_stays_zero():
     linear = nn.Linear(32, 4, bias=False)
     torch.nn.init.zeros_(linear.weight[1].data)
-    assert (PackedLinear(linear, int8=True)(torch.randn(3, 32))[..., 1] == 0).all()
+    assert (DecodeLinear(linear, int8=True)(torch.randn(3, 32))[..., 1] == 0).all()
 
 
 @needs_compiler
@@ -74,6 +77,7 @@ def test_a_row_of_zeros_stays_zero():
 def test_attention_of_one_query_is_that_of_the_paper_and_reads_no_hidden_key(d, groups):
     """Keys and values are slices of longer tensors, as a cache has them; what is hidden is NaN. A blind row gives 0."""
     load_kernels()
+    attend = partial(attention, bias=None, soft_cap=None, dropout_p=0.0, otherwise=fused_attention)
     q, mask = torch.randn(3, 6, 1, d) * 3, torch.rand(3, 1, 1, 50) < 0.6
     k, v = torch.randn(3, groups, 64, d)[:, :, :50], torch.randn(3, groups, 96, d)[:, :, :50]
     mask[2] = False
@@ -82,17 +86,15 @@ def test_attention_of_one_query_is_that_of_the_paper_and_reads_no_hidden_key(d, 
     for large in (1, 100):  # scores beyond what exp can hold
         expected, _ = functional.scaled_dot_product_attention(large * q, *wide, mask)
         for one in (k.masked_fill(hidden, torch.nan), torch.where(hidden, 1e4 * q[:, :1], k)):
-            y, _ = attention_of_one(large * q, one, v.masked_fill(hidden, torch.nan), mask, None, None, 0.0)
+            y, _ = attend(large * q, one, v.masked_fill(hidden, torch.nan), mask)
             torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-4)
             assert (y[2] == 0).all()
     for shape in ((3, 6, 1, 50), (1, 6, 1, 50), (3, 1, 1, 1)):
         mask = torch.rand(shape) < 0.6
         expected, _ = functional.scaled_dot_product_attention(q, *wide, mask)
-        torch.testing.assert_close(attention_of_one(q, k, v, mask, None, None, 0.0)[0], expected, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(attend(q, k, v, mask)[0], expected, rtol=1e-4, atol=1e-5)
     apart = [x.transpose(2, 3).contiguous().transpose(2, 3) for x in (q, k, v)]
-    assert torch.equal(
-        attention_of_one(*apart, mask, None, None, 0.0)[0], attention_of_one(q, k, v, mask, None, None, 0.0)[0]
-    )
+    assert torch.equal(attend(*apart, mask)[0], attend(q, k, v, mask)[0])
     with pytest.raises(RuntimeError, match="side by side"):
         torch.ops.inkling.attend(torch.randn(3, 6, 1, 2 * d)[..., ::2], *wide, mask.expand(3, 6, 1, 50))
 
@@ -101,7 +103,7 @@ def test_attention_of_one_query_is_that_of_the_paper_and_reads_no_hidden_key(d, 
 def test_what_does_not_fit_is_refused():
     load_kernels()
     with pytest.raises(RuntimeError, match="do not fit"):
-        PackedLinear(nn.Linear(64, 64, bias=False))(torch.randn(2, 50))
+        DecodeLinear(nn.Linear(64, 64, bias=False))(torch.randn(2, 50))
 
 
 CASES = [
@@ -115,18 +117,17 @@ CASES = [
 
 @needs_compiler
 @pytest.mark.parametrize("arguments", CASES, ids=str)
-def test_a_model_for_few_rows_writes_what_the_model_writes(small, arguments):
+def test_a_model_pack_for_decoding_writes_what_the_model_writes(small, arguments):
     """Logits to 1e-5, tokens equal, for rows of different lengths, past the window, and extended."""
     model = small(**arguments).float()
     tokens, rows = torch.randint(17, (3, 30)), [[1, 2, 3, 4, 5], [6], [7, 8]]
     whole, text = model(tokens), [column.tolist() for column in generate(model, rows, 60, overflow="slide")]
     longer = model.extended(70)(tokens) if model.arguments["positions"] == "rope" else None
     state = model.state_dict()
-    packed = for_few_rows(model)
+    packed = pack_for_decoding(model)
     assert packed is model
     assert not [module for module in model.modules() if isinstance(module, nn.Linear)]
-    by_kernel = "soft_cap" not in arguments
-    assert all((block.attention.attend is attention_of_one) == by_kernel for block in model.blocks)
+    assert all(block.attention.ops.attention.func is attention for block in model.blocks)
     assert torch.equal(model.embedding.weight, state["embedding.weight"])
     torch.testing.assert_close(model(tokens), whole, rtol=1e-5, atol=1e-5)
     cache = model.new_cache()
@@ -145,7 +146,7 @@ def test_heads_may_be_of_any_width(small, d_head, int8):
     even = [{"pairing": "half"}, {"pairing": "interleaved", "qk_norm": True}, {"window": 3, "n_kv_heads": 4}]
     cases = even if d_head % 2 == 0 else []
     for arguments in (*cases, *({"positions": p} for p in ("learned", "sinusoidal", "alibi", "none"))):
-        packed = for_few_rows(small(d_model=4 * d_head, **arguments).float(), int8)
+        packed = pack_for_decoding(small(d_model=4 * d_head, **arguments).float(), int8)
         tokens, cache = torch.randint(17, (2, 6)), packed.new_cache()
         pieces = [packed(piece, cache=cache) for piece in tokens.split([3, 1, 1, 1], dim=1)]
         torch.testing.assert_close(torch.cat(pieces, dim=1), packed(tokens), rtol=1e-4, atol=1e-4)
@@ -156,7 +157,7 @@ def test_heads_may_be_of_any_width(small, d_head, int8):
 @needs_compiler
 @pytest.mark.parametrize("int8", [False, True])
 def test_a_packed_model_in_bfloat16_stays_near_itself(small, int8):
-    model, tokens = for_few_rows(small(d_model=64, d_ff=96).float(), int8), torch.randint(17, (2, 8))
+    model, tokens = pack_for_decoding(small(d_model=64, d_ff=96).float(), int8), torch.randint(17, (2, 8))
     expected = model(tokens)
     model, cache = model.bfloat16(), model.new_cache()
     pieces = [model(piece, cache=cache).float() for piece in tokens.split([5, 1, 1, 1], dim=1)]
@@ -165,7 +166,7 @@ def test_a_packed_model_in_bfloat16_stays_near_itself(small, int8):
 
 @needs_compiler
 def test_int8_rows_are_those_they_are_alone(small):
-    model, rows = for_few_rows(small(d_model=64, d_ff=96).float(), int8=True), [[1, 2, 3, 4], [6], [7, 8]]
+    model, rows = pack_for_decoding(small(d_model=64, d_ff=96).float(), int8=True), [[1, 2, 3, 4], [6], [7, 8]]
     together = torch.stack(list(generate(model, rows, 20)), 1).tolist()
     for i, row in enumerate(rows):
         assert torch.stack(list(generate(model, [row], 20, seeds=[i])), 1)[0].tolist() == together[i]
@@ -176,7 +177,7 @@ def test_a_quantized_model_says_nearly_what_it_said(small, arguments):
     model = small(d_model=64, d_ff=96, **arguments).float()
     tokens = torch.randint(17, (8, 30))
     loss, _ = model(tokens, targets=tokens.roll(-1, 1))
-    other, _ = for_few_rows(model, int8=True)(tokens, targets=tokens.roll(-1, 1))
+    other, _ = pack_for_decoding(model, int8=True)(tokens, targets=tokens.roll(-1, 1))
     assert abs(other / loss - 1) < 0.03
     assert other != loss
     columns = torch.stack(list(generate(model, tokens[:, :4], 40, overflow="slide", stops=[3])))
@@ -188,27 +189,27 @@ def test_a_quantized_model_says_nearly_what_it_said(small, arguments):
 def test_without_a_compiler_it_goes_on_and_says_so(compiler, int8, small, tmp_path, monkeypatch):
     monkeypatch.setenv("CXX", compiler)
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "extensions"))
-    monkeypatch.setattr(native, "kernels_loaded", lambda: False)
+    monkeypatch.setattr(build, "loaded", lambda: False)
     model, tokens, said = small().float(), torch.randint(17, (2, 8)), []
     before = model(tokens)
-    for_few_rows(model, int8, said.append)
+    pack_for_decoding(model, int8, said.append)
     assert len(said) == 2
     assert said[1].startswith("the kernels of generation cannot be built, going on without, slower: ")
     torch.testing.assert_close(model(tokens), before, rtol=0, atol=0.3 if int8 else 0)
-    assert all(block.attention.attend is fused_attention for block in model.blocks)
+    assert all(block.attention.ops == TORCH for block in model.blocks)
     assert list((tmp_path / "extensions").iterdir()) == []
 
 
 def test_a_model_in_another_type_stays_as_it_is(small):
     model = small()
     before = dict(model.named_modules())
-    assert dict(for_few_rows(model).named_modules()) == before
+    assert dict(pack_for_decoding(model).named_modules()) == before
 
 
 @needs_compiler
 def test_a_tied_head_gets_weights_of_its_own():
     model = GPT(17, 16, 1, 2, 24, 32, tied=True)
     embedding = model.embedding.weight
-    for_few_rows(model)
+    pack_for_decoding(model)
     assert model.embedding.weight is embedding
     assert torch.equal(model.head.weight, embedding)

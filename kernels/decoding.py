@@ -1,4 +1,4 @@
-"""Generation on a CPU: products of few rows and attention of one query, by kernels of our own (few_rows.cpp).
+"""Generation on a CPU: products of few rows and attention of one query, by decoding.cpp.
 
 A token's time goes into reading every weight once, for very few rows; torch's kernels are made for many. These read
 weights in the order in which they lie, as four bytes each or as one, two to three times as fast.
@@ -6,23 +6,23 @@ weights in the order in which they lie, as four bytes each or as one, two to thr
 
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
-from model import native
-from model.attention import CausalMultiHeadAttention, fused_attention
-from model.gpt import GPT
+from kernels import build
 
-PANEL = 16  # outputs whose weights lie side by side, as in few_rows.cpp
+PANEL = 16  # outputs whose weights lie side by side, as in decoding.cpp
 GROUP = 4 * PANEL  # outputs that it may read at once: weights are filled up to a multiple
 FEW_ROWS = 512  # with more, torch's own product is worth a copy of the weights
 
 
-class PackedLinear(nn.Module):
-    """A linear layer for generation, without gradients, whose weights lie as few_rows.cpp reads them.
+class DecodeLinear(nn.Module):
+    """A linear layer for generation, without gradients, whose weights lie as decoding.cpp reads them.
 
     With `int8` it holds a byte a weight, and for each output a scale, its largest weight / 127. For few rows in float32
     on a CPU a row's result does not depend on the number of rows.
@@ -31,7 +31,7 @@ class PackedLinear(nn.Module):
     def __init__(self, linear: nn.Linear, int8: bool = False):
         super().__init__()
         weight, scale = linear.weight.detach(), None
-        self.d_out, self.with_kernels = len(weight), native.kernels_loaded()
+        self.d_out, self.with_kernels = len(weight), build.loaded()
         fill = -len(weight) % GROUP
         if int8:
             weight = weight.float()
@@ -61,37 +61,41 @@ class PackedLinear(nn.Module):
         return y if self.scale is None else y * self.scale[: self.d_out].to(x.dtype)
 
 
-def attention_of_one(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None, soft_cap: None, dropout_p: float
-) -> tuple[Tensor, None]:
-    """fused_attention, by few_rows.cpp where each row has a single query; reads the keys that it may see, no others."""
-    if q.shape[2] > 1 or mask is None or bias is not None or q.dtype != torch.float32 or q.device.type != "cpu":
-        return fused_attention(q, k, v, mask, bias, soft_cap, dropout_p)
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    bias: Tensor | None,
+    soft_cap: float | None,
+    dropout_p: float,
+    *,
+    otherwise: Callable,
+) -> tuple[Tensor, Tensor | None]:
+    """By decoding.cpp where each row has a single query: reads the keys that it may see, no others."""
+    plain = bias is None and soft_cap is None and dropout_p == 0
+    if q.shape[2] > 1 or mask is None or not plain or q.dtype != torch.float32 or q.device.type != "cpu":
+        return otherwise(q, k, v, mask, bias, soft_cap, dropout_p)
     mask = mask.expand(q.shape[0], q.shape[1], 1, k.shape[2])
     # the numbers of a head side by side, which RoPE leaves apart where a head has only one pair
     q, k, v = (x if x.stride(3) == 1 else x.clone(memory_format=torch.contiguous_format) for x in (q, k, v))
     return torch.ops.inkling.attend(q, k, v, mask), None
 
 
-def for_few_rows(model: GPT, int8: bool = False, warn: Callable[[str], None] = warnings.warn) -> GPT:
-    """Makes the model one for generation, in place: its linear layers become PackedLinear, and have no gradients.
+def pack_for_decoding(model: nn.Module, int8: bool = False, warn: Callable[[str], None] = warnings.warn) -> nn.Module:
+    """Makes a GPT one for generation, in place: its linear layers become DecodeLinear, and have no gradients.
 
     The embedding, of which a token reads a single row, stays; a tied head gets weights of its own. Without int8 it does
     nothing where that brings nothing: without kernels, on another device than a CPU, in another type than float32.
     """
     with_kernels = model.embedding.weight.device.type == "cpu" and model.embedding.weight.dtype == torch.float32
-    if with_kernels:
-        try:
-            native.load_kernels(warn)
-        except RuntimeError as error:
-            warn(f"the kernels of generation cannot be built, going on without, slower: {error}")
-            with_kernels = False
+    with_kernels = with_kernels and build.load("generation", warn)
     if not with_kernels and not int8:
         return model
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
             if isinstance(child, nn.Linear):
-                setattr(module, name, PackedLinear(child, int8))
-        if isinstance(module, CausalMultiHeadAttention) and with_kernels and module.attend is fused_attention:
-            module.attend = attention_of_one
+                setattr(module, name, DecodeLinear(child, int8))
+    if with_kernels:
+        model.use(replace(model.ops, attention=partial(attention, otherwise=model.ops.attention)))
     return model

@@ -4,17 +4,17 @@ import pytest
 import torch
 from hardware import needs_compiler
 
-from model import native
-from model.few_rows import for_few_rows
+from kernels import build
+from kernels.decoding import pack_for_decoding
 
 
 @pytest.fixture
 def tiny(tmp_path, monkeypatch):
     """load_kernels as at a process's start, for a source that is compiled at once, into an empty folder."""
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "tiny.cpp").write_text("int one() { return 1; }\n")
-    monkeypatch.setattr(native, "__file__", str(tmp_path / "model" / "native.py"))
-    monkeypatch.setattr(native, "kernels_loaded", lambda: False)
+    (tmp_path / "kernels").mkdir()
+    (tmp_path / "kernels" / "tiny.cpp").write_text("int one() { return 1; }\n")
+    monkeypatch.setattr(build, "__file__", str(tmp_path / "kernels" / "build.py"))
+    monkeypatch.setattr(build, "loaded", lambda: False)
     monkeypatch.setattr(torch.library, "register_fake", lambda name: lambda function: function)
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "extensions"))
 
@@ -23,7 +23,7 @@ def tiny(tmp_path, monkeypatch):
         said, loaded = [], []
         with monkeypatch.context() as patch:
             patch.setattr(torch.ops, "load_library", loaded.append)
-            native.load_kernels(said.append)
+            build.load_kernels(said.append)
         return said, loaded
 
     return load
@@ -60,7 +60,7 @@ def test_a_library_that_does_not_load_here_is_built_again_beside_it(tiny, tmp_pa
     tiny()
     (path,) = (tmp_path / "extensions").iterdir()
     content = b"for newer libraries than these"
-    other = path.with_name(f"{path.stem.rpartition('-')[0]}-{native._digest(content)}.so")
+    other = path.with_name(f"{path.stem.rpartition('-')[0]}-{build._digest(content)}.so")
     path.unlink()
     other.write_bytes(content)
 
@@ -70,7 +70,7 @@ def test_a_library_that_does_not_load_here_is_built_again_beside_it(tiny, tmp_pa
 
     monkeypatch.setattr(torch.ops, "load_library", load)
     said = []
-    native.load_kernels(said.append)
+    build.load_kernels(said.append)
     assert said == BUILDING and set((tmp_path / "extensions").iterdir()) == {path, other}
 
 
@@ -78,10 +78,10 @@ def test_a_library_that_does_not_load_here_is_built_again_beside_it(tiny, tmp_pa
 def test_where_nothing_can_be_written_it_goes_on_and_says_so_in_a_line(small, tmp_path, monkeypatch, quantize):
     (tmp_path / "file").touch()
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "file" / "extensions"))
-    monkeypatch.setattr(native, "kernels_loaded", lambda: False)
+    monkeypatch.setattr(build, "loaded", lambda: False)
     model, tokens, said = small().float(), torch.randint(17, (2, 8)), []
     before = model(tokens)
-    for_few_rows(model, quantize, said.append)
+    pack_for_decoding(model, quantize, said.append)
     (line,) = said
     assert line.startswith("the kernels of generation cannot be built, going on without, slower: ")
     assert f"Not a directory: '{tmp_path}/file" in line and line.endswith(
@@ -93,10 +93,10 @@ def test_where_nothing_can_be_written_it_goes_on_and_says_so_in_a_line(small, tm
 @pytest.mark.parametrize("command", ["false", "/no/such/compiler", "'unclosed", " ", "c++ -std=no"])
 def test_what_does_not_compile_is_no_compiler(monkeypatch, command):
     monkeypatch.setenv("CXX", command)
-    assert not native.has_compiler()
+    assert not build.has_compiler()
 
 
 @needs_compiler
 def test_a_compiler_may_come_with_options(monkeypatch):
     monkeypatch.setenv("CXX", f"{os.environ.get('CXX') or 'c++'} -O1")
-    assert native.has_compiler()
+    assert build.has_compiler()

@@ -1,0 +1,80 @@
+"""The functions that a model computes with, in one table, and the tables there are; all give the same result.
+
+The modules hold weights and know the order of operations; what can be computed in more than one way they look up in
+`self.ops`. `GPT.use` gives a model another table. A third, in C++ for a CPU, is made by kernels/training.py.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from einops import repeat
+from torch import Tensor
+from torch.nn import functional as F
+
+from model import functional
+
+
+def fused_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None, soft_cap: float | None, dropout_p: float
+) -> tuple[Tensor, Tensor | None]:
+    """By torch's kernel, which never holds the square of weights, and for plain causal skips its upper triangle.
+
+    It has no soft cap: with one, as written out.
+    """
+    if soft_cap is not None:
+        return written_attention(q, k, v, mask, bias, soft_cap, dropout_p)
+    if bias is not None:
+        may_look = functional.causal_mask(q.shape[2], k.shape[2], q.device) if mask is None else mask
+        mask = bias.to(q.dtype).masked_fill(~may_look, -math.inf)
+    grouped = q.shape[1] > k.shape[1]
+    y = F.scaled_dot_product_attention(q, k, v, mask, dropout_p, is_causal=mask is None, enable_gqa=grouped)
+    return y, None
+
+
+def written_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None, soft_cap: float | None, dropout_p: float
+) -> tuple[Tensor, Tensor]:
+    """As the mathematics stands in functional.py, square of weights and all."""
+    k, v = (repeat(x, "b g k d -> b (g r) k d", r=q.shape[1] // k.shape[1]) for x in (k, v))
+    if mask is None:
+        mask = functional.causal_mask(q.shape[2], k.shape[2], q.device)
+    return functional.scaled_dot_product_attention(
+        q, k, v, mask, dropout_p, training=dropout_p > 0, bias=bias, soft_cap=soft_cap
+    )
+
+
+def gated_linear(gate: Tensor, up: Tensor, down: Callable) -> Tensor:
+    """down(silu(gate) * up)."""
+    return down(F.silu(gate) * up)
+
+
+def head_loss(logits: Callable, x: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """functional.cross_entropy of logits(x) and targets."""
+    return functional.cross_entropy(logits(x), targets)
+
+
+@dataclass(frozen=True)
+class Ops:
+    """One way to compute each of these.
+
+    attention(q, k, v, mask, bias, soft_cap, dropout_p): q (b h q d), k and v (b g k d) with g key/value heads, each
+        shared by h / g query heads -> y (b h q d) and, where it has them, the weights (b h q k). `mask` (b h q k) is
+        what may be seen, None for plain causal; `bias` is added to the scores (b h q k).
+    rms_norm(x, gain, eps), rotate(x, cos, sin, pairing): see functional.py.
+    gated_linear(gate, up, down): down(silu(gate) * up), with a module `down`.
+    dropout(x, p): in training.
+    head_loss(logits, x, targets): functional.cross_entropy of logits(x), for a function `logits` of (... d_model).
+    """
+
+    attention: Callable
+    rms_norm: Callable = functional.rms_norm
+    rotate: Callable = functional.rotate
+    gated_linear: Callable = gated_linear
+    dropout: Callable = F.dropout
+    head_loss: Callable = head_loss
+
+
+WRITTEN = Ops(written_attention)
+TORCH = replace(WRITTEN, attention=fused_attention)
+BACKENDS = {"fused": TORCH, "written": WRITTEN}  # by the names of the setting `attention`

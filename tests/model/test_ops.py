@@ -1,0 +1,192 @@
+"""One set of modules, whatever they compute with: who edits one of them trains and samples from what he wrote."""
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+from architectures import ARCHITECTURES
+from hardware import needs_compiler, needs_torch_compile
+
+from kernels import build
+from kernels.decoding import pack_for_decoding
+from kernels.training import with_kernels
+from model import attention, feed_forward, functional, generate, gpt, norm, positions
+from model.ops import TORCH, WRITTEN
+
+BACKENDS = ["written", "torch", pytest.param("kernels", marks=needs_compiler)]
+backends = pytest.mark.parametrize("backend", BACKENDS)
+
+
+def table(backend: str):
+    if backend == "kernels":
+        build.load_kernels()
+        return with_kernels(TORCH)
+    return {"written": WRITTEN, "torch": TORCH}[backend]
+
+
+def batch(rows=4, length=30):
+    """Many tokens, as the kernels want them; some targets are ignored."""
+    tokens = torch.randint(17, (rows, length), generator=torch.Generator().manual_seed(0))
+    targets = tokens.roll(-1, 1)
+    targets[:, ::5] = functional.IGNORE
+    return {"tokens": tokens, "targets": targets}
+
+
+def learned(model, **given):
+    model.zero_grad()
+    loss, count = model(**given)
+    (loss / count).backward()
+    return {"loss": loss.detach(), **{name: p.grad for name, p in model.named_parameters()}}
+
+
+GIVEN = {
+    "plain": {},
+    "positions": {"token_positions": torch.stack([torch.arange(32).roll(i)[:30] for i in range(4)])},
+    "padding": {"padding": torch.arange(30).expand(4, 30) % 7 != 3},
+    "documents": {"documents": torch.arange(30).expand(4, 30) // 9},
+}
+
+
+@pytest.mark.parametrize("backend", BACKENDS[1:])
+@pytest.mark.parametrize("arguments", ARCHITECTURES, ids=str)
+def test_every_backend_computes_what_is_written(small, arguments, backend):
+    """Loss and gradients in float32, logits with a cache and without, text, and names of weights."""
+    written, other = small(**arguments).float(), small(**arguments).float()
+    other.load_state_dict(written.state_dict())
+    written.use(WRITTEN)
+    other.use(table(backend))
+    for given in GIVEN.values():
+        expected = learned(written, **batch(), **given)
+        for name, value in learned(other, **batch(), **given).items():
+            torch.testing.assert_close(value, expected[name], rtol=1e-5, atol=2e-5 * expected[name].abs().max().item())
+    tokens, cache = batch()["tokens"], other.new_cache()
+    expected = written(tokens)
+    torch.testing.assert_close(other(tokens), expected, rtol=1e-5, atol=1e-5)
+    pieces = [other(piece, cache=cache) for piece in tokens.split([20, 1, 9], dim=1)]
+    torch.testing.assert_close(torch.cat(pieces, dim=1), expected, rtol=1e-5, atol=1e-5)
+    texts = [[c.tolist() for c in generate(model, [[1, 2, 3], [4]], 20)] for model in (written, other)]
+    assert texts[0] == texts[1]
+
+
+def copy_with(model, ops):
+    other = copy.deepcopy(model)
+    other.use(ops)
+    return other
+
+
+EDITS = {  # what a reader may edit, and a model that has it
+    "attention": (attention.CausalMultiHeadAttention, "forward", {}),
+    "swiglu": (feed_forward.SwiGLU, "forward", {}),
+    "gelu": (feed_forward.GELU, "forward", {"feed_forward": "gelu"}),
+    "relu2": (feed_forward.ReLU2, "forward", {"feed_forward": "relu2"}),
+    "rmsnorm": (norm.RMSNorm, "forward", {"qk_norm": True}),
+    "layernorm": (norm.LayerNorm, "forward", {"norm": "layernorm"}),
+    "rope": (positions.RotaryPositionalEmbedding, "forward", {}),
+    "block": (gpt.Block, "forward", {}),
+    "hidden": (gpt.GPT, "hidden", {}),
+    "logits": (gpt.GPT, "logits", {}),
+    "loss": (gpt.GPT, "loss", {}),
+}
+
+
+def edit(monkeypatch, owner, method):
+    """Makes the method's result three times as large."""
+    right = getattr(owner, method)
+
+    def edited(*given, **more):
+        result = right(*given, **more)
+        return (3 * result[0], result[1]) if isinstance(result, tuple) else 3 * result
+
+    monkeypatch.setattr(owner, method, edited)
+
+
+def check_that_it_learns_as_written(model, forward):
+    """Loss and gradients of `forward`, which is `model` or made of it, are those of the written-out backend."""
+    written = copy_with(model, WRITTEN)
+    expected, loss = learned(written, **batch())["loss"], learned_by(forward, model)
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
+    for (name, p), q in zip(model.named_parameters(), written.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, rtol=1e-4, atol=1e-4 * q.grad.abs().max().item(), msg=name)
+
+
+def learned_by(forward, model):
+    model.zero_grad()
+    loss, count = forward(**batch())
+    (loss / count).backward()
+    return loss.detach()
+
+
+@backends
+@pytest.mark.parametrize("name", EDITS)
+def test_who_edits_a_module_trains_what_he_wrote(small, name, backend, monkeypatch):
+    """Under every backend its loss is the edited one, which is another."""
+    owner, method, arguments = EDITS[name]
+    model = small(**arguments).float()
+    model.use(table(backend))
+    before = learned_by(model, model)
+    edit(monkeypatch, owner, method)
+    check_that_it_learns_as_written(model, model)
+    assert abs(learned_by(model, model) / before - 1) > 1e-4
+
+
+@needs_torch_compile
+@backends
+def test_who_edits_modules_compiles_what_he_wrote(small, backend, monkeypatch):
+    """All of one model at once; how it is compiled after it was read makes no difference."""
+    model = small(n_layers=1, qk_norm=True).float()
+    model.use(table(backend))
+    for owner, method, arguments in EDITS.values():
+        if arguments in ({}, {"qk_norm": True}):
+            edit(monkeypatch, owner, method)
+    check_that_it_learns_as_written(model, torch.compile(model, backend="eager", dynamic=False))
+
+
+class Sharper(attention.CausalMultiHeadAttention):
+    """As somebody adds a keyword argument to attention."""
+
+    def __init__(self, *arguments, sharpness: float = 1.0, **others):
+        super().__init__(*arguments, **others)
+        self.sharpness = sharpness
+
+    def forward(self, x, *given, **more):
+        return self.sharpness * super().forward(self.sharpness * x, *given, **more)
+
+
+@backends
+def test_a_new_keyword_acts_in_training_and_in_generation_alike(small, backend, monkeypatch):
+    """The probabilities with which it writes, token by token, are those of the loss; without the keyword others."""
+    plain = small().float()
+    monkeypatch.setattr(gpt, "CausalMultiHeadAttention", partial(Sharper, sharpness=1.5))
+    model = small().float()
+    model.load_state_dict(plain.state_dict())
+    model.use(table(backend))
+    prompt = torch.randint(17, (4, 6))
+    writer = copy.deepcopy(model)
+    if backend == "kernels":
+        pack_for_decoding(writer)
+    tokens, log_p = zip(*generate(writer, prompt, 20, log_probabilities=True), strict=True)
+    tokens = torch.cat([prompt, torch.stack(tokens, dim=1)], dim=1)
+    targets = tokens[:, 1:].clone()
+    targets[:, :5] = functional.IGNORE  # of the prompt
+    loss, count = model(tokens[:, :-1], targets=targets)
+    assert count == 80
+    torch.testing.assert_close(loss, -torch.stack(log_p).sum(), rtol=1e-5, atol=0)
+    assert abs(plain(tokens[:, :-1], targets=targets)[0] / loss - 1) > 1e-3
+
+
+def test_a_model_is_given_its_table_as_a_whole(small):
+    model = small(qk_norm=True)
+    asks = [module for module in model.modules() if hasattr(module, "ops")]
+    assert {type(module).__name__ for module in asks} == {
+        "GPT",
+        "CausalMultiHeadAttention",
+        "RMSNorm",
+        "RotaryPositionalEmbedding",
+        "SwiGLU",
+        "Dropout",
+    }
+    assert {module.ops for module in asks} == {TORCH}
+    model.use(WRITTEN)
+    assert {module.ops for module in asks} == {WRITTEN}
+    assert small().ops == TORCH
