@@ -209,6 +209,13 @@ class Batches:
         ordinals = step * self.rows + self.rank * mine + np.arange(mine)
         return {name: torch.from_numpy(some) for name, some in self.source.rows(ordinals).items()}
 
+    def count(self, step: int) -> int:
+        """Targets of step `step` that are learned, on all ranks: none has to ask the others."""
+        if isinstance(self.source, Windows) and self.source.tokens.learned is None:
+            return self.rows * self.source.seq_len
+        rows = self.source.rows(step * self.rows + np.arange(self.rows))
+        return int((rows["targets"] != IGNORE).sum())
+
     def epoch(self, step: int) -> float:
         """Epochs done before step `step`."""
         return step * self.rows / self.source.count
@@ -218,14 +225,14 @@ class Batches:
         return max(1, math.ceil(round(epochs * self.source.count / self.rows, 9)))
 
     def stream(self, start: int, end: int, device: torch.device) -> Iterator[tuple[int, dict[str, Tensor]]]:
-        """Batches start .. end - 1 on a device, each behind the number of its targets that count.
+        """Batches start .. end - 1 on a device, each after its count.
 
         Each is read, by a thread, while the one before it is worked on.
         """
 
         def read(step: int) -> tuple[int, dict[str, Tensor]]:
             batch = self.batch(step)
-            count = int((batch["targets"] != IGNORE).sum())
+            count = int((batch["targets"] != IGNORE).sum()) if self.ranks == 1 else self.count(step)
             return count, {n: x.pin_memory() for n, x in batch.items()} if device.type == "cuda" else batch
 
         with ThreadPoolExecutor(1) as pool:

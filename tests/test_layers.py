@@ -11,7 +11,7 @@ ALLOWED = {
     "model": {"model"},
     "data": {"data"},
     "conf": {"conf"},
-    "training": {"training", "model", "kernels", "data.files"},
+    "training": {"training", "model", "kernels", "data", "conf.console"},
     "insight": {"insight", "model", "data.files"},
     "scripts": {"scripts", "model", "kernels", "data", "conf", "training", "insight"},
 }

@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -49,6 +50,17 @@ def peak_flops(device: torch.device, spec: dict, precision: str) -> float | None
     return spec["flops_fp32"] if precision == "fp32" else spec["flops_bf16"]
 
 
+@dataclass
+class Choices:
+    """How a run computes; saved with it, since a resumed run keeps them."""
+
+    precision: str
+    kernels: bool
+    compile: bool
+    attention: str
+    micro_batch: int
+
+
 def choose(
     *,
     precision: str,
@@ -63,30 +75,30 @@ def choose(
     flops: float,
     soft_cap: float | None,
     saved: dict,
-) -> dict:
+) -> Choices:
     """Each setting as it was asked for; where that is auto, as `saved` by the run to resume, else by its rule.
 
     rows: of a batch; flops: of the whole run; soft_cap: the model's.
     """
     asked = {"precision": precision, "kernels": kernels, "compile": compile, "attention": attention}
     asked |= {"micro_batch": micro_batch}
-    choices = {name: saved.get(name, "auto") if value == "auto" else value for name, value in asked.items()}
-    if choices["precision"] == "auto":
-        choices["precision"] = "fp32" if kernels is True and device.type == "cpu" else choose_precision(device)
-    if choices["kernels"] == "auto":
-        choices["kernels"] = _kernels(device, choices["precision"], choices["compile"])
-    if choices["compile"] == "auto":
-        choices["compile"] = not choices["kernels"] and _compile(device, flops)
-    if choices["attention"] == "auto":
-        choices["attention"] = choose_attention(device, choices["compile"], choices["precision"], seq_len, soft_cap)
-    if choices["micro_batch"] == "auto" or rows % choices["micro_batch"]:
-        choices["micro_batch"] = _micro_batch(device, rows, seq_len, vocab_size)
-    if kernels is True and (device.type, choices["precision"], choices["compile"]) != ("cpu", "fp32", False):
-        got = f"device {device.type}, precision {choices['precision']}, compile {str(choices['compile']).lower()}"
+    c = Choices(**{name: saved.get(name, "auto") if value == "auto" else value for name, value in asked.items()})
+    if c.precision == "auto":
+        c.precision = "fp32" if kernels is True and device.type == "cpu" else choose_precision(device)
+    if c.kernels == "auto":
+        c.kernels = _kernels(device, c.precision, c.compile)
+    if c.compile == "auto":
+        c.compile = not c.kernels and _compile(device, flops)
+    if c.attention == "auto":
+        c.attention = choose_attention(device, c.compile, c.precision, seq_len, soft_cap)
+    if c.micro_batch == "auto" or rows % c.micro_batch:
+        c.micro_batch = _micro_batch(device, rows, seq_len, vocab_size)
+    if kernels is True and (device.type, c.precision, c.compile) != ("cpu", "fp32", False):
+        got = f"device {device.type}, precision {c.precision}, compile {str(c.compile).lower()}"
         raise ValueError(f"kernels=true needs a CPU, precision=fp32 and compile=false, got {got}: take kernels=auto")
-    if choices["precision"] == "fp16" and device.type == "cpu":
+    if c.precision == "fp16" and device.type == "cpu":
         raise ValueError("precision=fp16 needs a GPU, got device cpu: take bf16 or fp32")
-    return choices
+    return c
 
 
 def choose_precision(device: torch.device) -> str:

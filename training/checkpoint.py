@@ -12,7 +12,6 @@ sampling, training.pt may be missing.
 """
 
 import contextlib
-import errno
 import hashlib
 import json
 import math
@@ -21,16 +20,12 @@ import pickle
 import re
 import secrets
 import shutil
-import tempfile
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Callable
 from inspect import Parameter, signature
 from pathlib import Path
 from typing import Annotated, Any, Literal, NotRequired
 
 import torch
-from filelock import FileLock, Timeout
 from pydantic import Field, FiniteFloat, InstanceOf
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
@@ -272,122 +267,6 @@ def remove(path: Path):
         shutil.rmtree(path)
 
 
-class Saver:
-    """Saves a run's checkpoints in a thread, while training goes on; one at a time, none lost at the end.
-
-    A save that fails is reported by `warn` and counted in `failed`; training goes on. After each that succeeds, older
-    ones are removed but for the newest `keep` (None: all) and the one with the lowest validation loss.
-    """
-
-    def __init__(self, run: Path, keep: int | None, warn: Callable[[str], None]):
-        self.run, self.keep, self.warn = run, keep, warn
-        self.failed = 0
-        self.pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self.writing: Future | None = None
-        self.folder: Path | None = None
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        self.wait()
-        self.pool.shutdown()
-
-    def save(self, step: int, *content):
-        """`content`: what `save` takes behind the folder; it must not change any more. Waits for the save before."""
-        self.wait()
-        self.folder = step_folder(self.run, step)
-        self.writing = self.pool.submit(save, self.folder, *content)
-
-    def wait(self):
-        """Until the last save is on the disk, or has failed."""
-        if self.writing is None:
-            return
-        try:
-            self.writing.result()
-        except Exception as error:  # a full disk comes as OSError, RuntimeError or SafetensorError
-            self.failed += 1
-            self.warn(f"the checkpoint {self.folder} could not be saved, training goes on: {_why(error, self.run)}")
-        else:
-            try:
-                prune(self.run, self.keep)
-            except (OSError, ValueError) as error:
-                self.warn(f"older checkpoints stay: {error}")
-        self.writing = None
-
-
-def _why(error: Exception, folder: Path) -> str:
-    """What kept a checkpoint from the disk, in a line; torch says of a full one only how far it came."""
-    reason = " ".join(str(error).split())
-    full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-    if full or re.search(r"unexpected pos|PytorchStreamWriter|os error (28|122|27)\b|No space left", reason):
-        free = shutil.disk_usage(folder).free
-        return f"the disk is full, or a quota or file size limit is reached, {free:,} bytes are free ({reason})"
-    return reason
-
-
-def prune(run: Path, keep: int | None):
-    """Removes all but the newest `keep` checkpoints and the best; nothing if the newest is not valid."""
-    folders = steps(run)
-    if keep is None or len(folders) <= keep:
-        return
-    check(folders[0])
-    best = next((folder for folder in best_first(folders) if _valid(folder)), None)
-    for folder in folders[keep:]:
-        if folder == best:
-            continue
-        if not folder.is_symlink():
-            (folder / "manifest.json").unlink(missing_ok=True)  # first: what is half removed is no checkpoint
-            flush(folder)
-        going = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}")
-        rename(folder, going)
-        remove(going)
-
-
-def _valid(folder: Path) -> bool:
-    try:
-        check(folder, for_training=False)
-    except ValueError:
-        return False
-    return True
-
-
-@contextmanager
-def taken(run: Path, first: bool = True) -> Iterator[None]:
-    """A run's folder for this process alone; removes what killed saves left there. Of several ranks the first takes it.
-
-    ValueError where another process has it, or nothing can be written. What it made is gone again if nothing was saved.
-    """
-    if not first:
-        yield
-        return
-    folder, was_there = run / "checkpoints", run.exists()
-    lock = FileLock(folder / ".lock")
-    try:
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            lock.acquire(timeout=0)
-            for left in folder.glob(".step_*"):
-                remove(left)
-            with tempfile.NamedTemporaryFile(dir=folder, prefix=".trial") as file:
-                file.write(b"a trial")
-                file.flush()
-                os.fsync(file.fileno())
-        except Timeout:
-            raise ValueError(f"{run} is in use by another process: wait for it, or take another folder") from None
-        except OSError as error:
-            raise ValueError(f"checkpoints cannot be written to {folder}: {error}") from error
-        yield
-    finally:
-        if lock.is_locked:
-            lock.release()
-            if {path.name for path in folder.iterdir()} <= {".lock"}:
-                (folder / ".lock").unlink(missing_ok=True)
-                remove(folder)
-                if not was_there and not any(run.iterdir()):
-                    run.rmdir()
-
-
 def _write_json(path: Path, content: dict):
     path.write_text(json.dumps(content, indent=2), encoding="utf-8")
 
@@ -425,7 +304,7 @@ def step_folder(run: Path, step: int) -> Path:
 def steps(run: Path) -> list[Path]:
     """The step folders of a run, the newest first."""
     found = [p for p in (run / "checkpoints").glob("step_*") if re.fullmatch(r"step_\d+", p.name)]
-    return sorted(found, key=_step, reverse=True)
+    return sorted(found, key=step_of, reverse=True)
 
 
 def validation_loss(folder: Path) -> float:
@@ -469,7 +348,7 @@ def find(path: str | Path, for_training: bool = False, warn: Callable[[str], Non
         if there and not candidates:
             raise ValueError(f"no checkpoint of {path} has a validation loss: give {path}:STEP, {_steps(there)}")
     elif which is not None:
-        candidates = [folder for folder in there if _step(folder) == int(which)]
+        candidates = [folder for folder in there if step_of(folder) == int(which)]
         if not candidates:
             raise ValueError(f"{path} has no checkpoint of step {which}: {_steps(there)}")
         check(candidates[0], for_training)
@@ -486,12 +365,13 @@ def find(path: str | Path, for_training: bool = False, warn: Callable[[str], Non
     raise ValueError(f"there is no checkpoint in {path}: {what}")
 
 
-def _step(folder: Path) -> int:
+def step_of(folder: Path) -> int:
     return int(folder.name.removeprefix("step_"))
 
 
 def _steps(folders: list[Path]) -> str:
-    return "there are " + ", ".join(str(_step(folder)) for folder in reversed(folders)) if folders else "there is none"
+    numbers = ", ".join(str(step_of(folder)) for folder in reversed(folders))
+    return f"there are {numbers}" if folders else "there is none"
 
 
 CLEARLY = 1.01  # times the lowest loss: more is clearly worse
@@ -511,7 +391,7 @@ def describe_best(run: Path) -> str | None:
     if (found := best_and_last(run)) is None:
         return None
     best, loss, last = found
-    line = f"checkpoint={run}:best is step {_step(best)}, validation loss {loss:.4f}; "
+    line = f"checkpoint={run}:best is step {step_of(best)}, validation loss {loss:.4f}; "
     if last == math.inf:
         return line + "the last is not measured"
     return line + f"the last, {last:.4f}, is " + ("clearly worse" if last > CLEARLY * loss else "not much worse")
@@ -641,13 +521,6 @@ def check_same_tokenizer(folder: Path, tokenizer):
         )
 
 
-def set_aside(run: Path, step: int):
-    """Renames what a run saved after `step`, where it goes on from there: damaged, or passed over."""
-    for folder in steps(run):
-        if _step(folder) > step:
-            folder.rename(folder.with_name(f"aside_{folder.name}_{secrets.token_hex(3)}"))
-
-
 def load_training(folder: Path) -> Training:
     """training.pt; a pickle that holds more than plain types and tensors is refused, not run."""
     path = folder / "training.pt"
@@ -661,14 +534,3 @@ def load_training(folder: Path) -> Training:
     if isinstance(saved, dict) and "rng" in saved and "guard" not in saved:  # of before there were ranks and guards
         saved |= {"guard": {}, "rng": [saved["rng"]]}
     return check_shape(saved, Training, str(path))
-
-
-def rng_state() -> dict:
-    """Every random state that training draws from, of this rank."""
-    return {"cpu": torch.get_rng_state(), "cuda": [torch.cuda.get_rng_state()] if torch.cuda.is_available() else []}
-
-
-def set_rng_state(state: dict):
-    torch.set_rng_state(state["cpu"])
-    if state["cuda"] and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"][0])

@@ -84,6 +84,16 @@ def gather(*values: float) -> list[list[float]]:
     return torch.stack(all_ranks, dim=1).tolist()
 
 
+def total(value: Tensor) -> Tensor:
+    """The sum over the ranks of a number on the device, in float64 where it has it, without waiting for it."""
+    value = value.to(torch.float32 if value.device.type == "mps" else torch.float64)
+    if size() == 1:
+        return value
+    all_ranks = value.new_empty(size())
+    dist.all_gather_into_tensor(all_ranks, value.view(1))
+    return all_ranks.sum()
+
+
 def gather_objects(value: Any) -> list:
     """What it is on rank 0, 1, ..."""
     if size() == 1:

@@ -359,8 +359,8 @@ def report(settings: dict, vocab_size: int, vocabulary: str) -> str:
     )
     plan = {name: s[name] for name in ("seq_len", "parallel", "activation_checkpointing")}
     plan["optimizer"] = s["optimizer"]["name"]
-    plan |= {"precision": precision, "attention": choices["attention"], "documents": s["packing"] == "documents"}
-    room, micro_batch = spec["memory"] - (RESERVED if gpu else 0), choices["micro_batch"]
+    plan |= {"precision": precision, "attention": choices.attention, "documents": s["packing"] == "documents"}
+    room, micro_batch = spec["memory"] - (RESERVED if gpu else 0), choices.micro_batch
 
     def moments_with(micro_batch: int) -> dict[str, dict[str, int]]:
         return memory(model, rows=rows // world, micro_batch=micro_batch, world=world, gpu=gpu, **plan)
@@ -378,7 +378,7 @@ def report(settings: dict, vocab_size: int, vocabulary: str) -> str:
 
     pieces = f"{rows // world // micro_batch:,} x {micro_batch:,}"
     more = "activation checkpointing computes a third more" if s["activation_checkpointing"] else ""
-    how = f"{precision}, {choices['attention']} attention, eager" + (f", {s['parallel']}" if world > 1 else "")
+    how = f"{precision}, {choices.attention} attention, eager" + (f", {s['parallel']}" if world > 1 else "")
     devices = f"{world:,} x {spec['name']}" if world > 1 else spec["name"]
     lines = [
         "parameters",

@@ -8,9 +8,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from data.corpus import Corpus
 from model.functional import IGNORE
 from model.gpt import GPT
 from training import distributed
+from training.engine import Engine
 
 
 @dataclass
@@ -98,6 +100,35 @@ def evaluate(
     model.train(was_training)
     nats, tokens, size = map(sum, distributed.gather(nats.item(), tokens, size))
     return Evaluation(nats, int(tokens), int(size))
+
+
+def validate(
+    engine: Engine, corpus: Corpus, seq_len: int, tokens: int | None, last: bool
+) -> tuple[dict[str, float], float]:
+    """Of a run's model -> (figures for a row, the loss to compare with those of other steps).
+
+    On about so many tokens of the validation text; the last evaluation of a run takes all of it, and compares what is
+    like.
+    """
+    text = corpus.validation
+    part = tokens if (tokens or 0) < len(text) else None
+
+    def on(limit: int | None) -> Evaluation:
+        return evaluate(
+            engine.model,
+            text.read,
+            len(text),
+            corpus.tokenizer.token_lengths(),
+            learned=text.learned,
+            seq_len=seq_len,
+            batch=engine.choices.micro_batch,
+            limit=limit,
+            autocast=engine.autocast,
+        )
+
+    result = on(None if last else part)
+    figures = {"validation_loss": result.loss, "perplexity": result.perplexity, "bits_per_byte": result.bits_per_byte}
+    return figures, on(part).loss if last and part is not None else result.loss
 
 
 def _rows(

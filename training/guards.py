@@ -1,66 +1,14 @@
-"""What to do when the numbers go wrong: notice before the weights have it, and say where it began."""
+"""When numbers are not finite: where it began, and what is written down of it."""
 
 import json
-import math
-import statistics
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from model.hooks import Place, editing
-from training.checkpoint import set_rng_state
-
-
-@dataclass
-class Guard:
-    """What a run remembers of its steps, to be saved with it.
-
-    losses: of the last steps, with rows as long as now. skip: steps whose batch is passed over. skipped: steps that
-    changed no weight, so or because their numbers were not finite. in_a_row: how many of the latter came last, one
-    after the other. spikes: losses more than so many standard deviations above the mean of those before. rollbacks:
-    since the last checkpoint behind which a batch was learned from. lowest: the lowest validation loss, after
-    lowest_step steps, always on the same part of the text; waited: evaluations since that found none as low.
-    """
-
-    losses: list[float] = field(default_factory=list)
-    skip: list[int] = field(default_factory=list)
-    skipped: int = 0
-    in_a_row: int = 0
-    spikes: int = 0
-    rollbacks: int = 0
-    lowest: float = math.inf
-    lowest_step: int | None = None
-    waited: int = 0
-
-    def passed_over(self):
-        """A step without an update."""
-        self.skipped += 1
-
-    def not_finite(self):
-        self.skipped += 1
-        self.in_a_row += 1
-
-    def is_spike(self, loss: float, sigmas: float, window: int) -> bool:
-        """Looks at a finite loss, and keeps it; of a window's worth of losses or more."""
-        self.in_a_row = 0
-        before, self.losses = self.losses, [*self.losses, loss][-window:]
-        if len(before) < window:
-            return False
-        spike = loss > statistics.fmean(before) + sigmas * statistics.pstdev(before)
-        self.spikes += spike
-        return spike
-
-    def evaluated(self, step: int, loss: float) -> bool:
-        """Whether no validation loss before was as low."""
-        lower = loss < self.lowest
-        if lower:
-            self.lowest, self.lowest_step = loss, step
-        self.waited = 0 if lower else self.waited + 1
-        return lower
-
+from training.state import Generators
 
 NOWHERE = {"micro_batch": None, "module": None, "tensor": None}
 
@@ -98,7 +46,7 @@ def find_origin(model: nn.Module, pieces: list[dict[str, Tensor]], autocast: tor
     for name, module in model.named_modules():
         if not any(True for _ in module.children()):  # of a parent it would be the children's fault
             edits |= {Place(name): look(name, "output"), Place(name, 0): look_back(name)}
-    set_rng_state(rng)
+    Generators().load(rng)
     try:
         with editing(model, edits):
             for i, piece in enumerate(pieces):
@@ -129,7 +77,3 @@ def describe(origin: dict) -> str:
     if origin["tensor"] is None:
         return "it did not happen again when the step was repeated"
     return f"first in the {origin['tensor']} of {origin['module'] or 'the model'}"
-
-
-def finite(*values: float) -> bool:
-    return all(map(math.isfinite, values))

@@ -6,6 +6,8 @@ import re
 import signal
 import time
 
+from training import distributed
+
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 TIME_IS_UP = 1000  # where the number of a signal stands else; no signal has it
 PASSED_ON = 5.0  # seconds in which torchrun says again what the terminal has said to all
@@ -18,12 +20,16 @@ class Interruption:
     of a terminal, and torchrun sends each rank what it hears itself. SIGHUP is neither first nor second: a terminal
     that closes sends it twice, and a system that ends a session with SIGTERM.
 
+    The host may be `steps_ahead` steps ahead of the device, or a second, whichever is less. Then it looks what has
+    become of them, and the ranks agree on whether to end.
+
     `wanted` is 0, the number of a signal, or TIME_IS_UP. The latter comes early enough for one more step, with all that
     may be due behind it, and for the last checkpoint: each as long as the longest step so far.
     """
 
-    def __init__(self, max_seconds: float | None, began: float):
-        self.began, self.max_seconds = began, max_seconds
+    def __init__(self, max_seconds: float | None, began: float, steps_ahead: int = 1):
+        self.began, self.max_seconds, self.steps_ahead = began, max_seconds, steps_ahead
+        self.looked, self.next_look = 0, 0  # steps
         self.longest, self.last = 0.0, None
         self.signal, self.heard = 0, -math.inf
 
@@ -51,8 +57,21 @@ class Interruption:
         """Whether a signal, now, is the first one once more."""
         return "TORCHELASTIC_RUN_ID" in os.environ and time.monotonic() - self.heard < PASSED_ON
 
+    def look_due(self, step: int) -> bool:
+        return step >= self.next_look or (self.signal != 0 and distributed.size() == 1)
+
+    def requested(self, step: int) -> int:
+        """What is wanted on any rank. Asked by all alike, after each look; `step` steps are done."""
+        before, reason = self.last, self.wanted()
+        pace = 0.0 if before is None or step <= self.looked else (self.last - before) / (step - self.looked)
+        with distributed.naming_the_late(step):
+            reasons, paces = distributed.gather(reason, pace)
+        self.looked, slowest = step, max(paces)
+        self.next_look = step + max(1, min(self.steps_ahead, int(1 / slowest) if slowest else 1))
+        return int(max(reasons))
+
     def wanted(self) -> int:
-        """Asked once a step."""
+        """Asked once a look."""
         now = time.monotonic()
         if self.last is not None:
             self.longest = max(self.longest, now - self.last)

@@ -83,7 +83,7 @@ def cuts_by_head(model: GPT) -> dict[Tensor, tuple[int, int]]:
     return cuts
 
 
-def orthogonalised(x: Tensor) -> Tensor:
+def orthogonalised(x: Tensor, nothing: Tensor | float = 0.0) -> Tensor:
     """Matrices x (n rows columns), rows <= columns, with all singular values brought near 1.
 
     Five steps of Newton-Schulz with the coefficients of "Muon" (Jordan, 2024), which do not converge but reach 0.7 to
@@ -91,7 +91,7 @@ def orthogonalised(x: Tensor) -> Tensor:
     fp32, these are exact enough to multiply the fs first, and x by that, which is less work where x is wide.
     """
     a, b, c = 3.4445, -4.7750, 2.0315
-    x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
+    x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7 + nothing)
     wide = x.shape[-1] > 1.5 * x.shape[-2]
     if x.device.type != "cpu" or x.dtype == torch.bfloat16 or not wide:
         for _ in range(5):
@@ -130,30 +130,37 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self):
+        """Where `found_inf` is a tensor that holds 1, as GradScaler hands it over, nothing changes."""
         for group in self.param_groups:
             parameters = [p for p in group["params"] if p.grad is not None]
             (self._muon if group["name"] == "matrices" else self._adamw)(group, parameters)
 
     def _muon(self, group: dict, parameters: list[Tensor]):
         batches = defaultdict(list)  # pieces of equal shape, to be worked on at once
+        shut = getattr(self, "found_inf", None)
+        keep, nothing = 1 - group["lr"] * group["weight_decay"], 0.0
+        if shut is not None:  # nothing: what divides a direction, where there is to be none
+            keep = 1 - group["lr"] * group["weight_decay"] * (1 - shut.double())
+            nothing = torch.where(shut > 0, math.inf, 0.0)
         for i, p in enumerate(parameters):
             state, momentum = self.state[p], group["momentum"]
             if not state:
                 state["momentum"] = torch.zeros_like(p)
-            state["momentum"].lerp_(p.grad, 1 - momentum)
-            direction = unshared(torch.lerp(p.grad, state["momentum"], momentum))
+            gradient = p.grad if shut is None else torch.where(shut > 0, state["momentum"], p.grad)
+            state["momentum"].lerp_(gradient, 1 - momentum)
+            direction = unshared(torch.lerp(gradient, state["momentum"], momentum))
             down, across = self.cuts.get(p, (1, 1))
             pieces = rearrange(direction, "(i r) (j c) -> (i j) r c", i=down, j=across).to(self.dtype)
             tall = pieces.shape[1] > pieces.shape[2]
             batches[pieces.mT.shape[1:] if tall else pieces.shape[1:]].append((i, tall, pieces.mT if tall else pieces))
         for batch in batches.values():
-            result = orthogonalised(torch.cat([pieces for _, _, pieces in batch]))
+            result = orthogonalised(torch.cat([pieces for _, _, pieces in batch]), nothing)
             for (i, tall, _), o in zip(batch, result.split([len(pieces) for _, _, pieces in batch]), strict=True):
                 p = parameters[i]
                 down, across = self.cuts.get(p, (1, 1))
                 o = rearrange(o.mT if tall else o, "(i j) r c -> (i r) (j c)", i=down, j=across).to(p.dtype)
                 rate = group["lr"] * math.sqrt(max(1, p.shape[0] / p.shape[1]))
-                p.mul_(1 - group["lr"] * group["weight_decay"]).add_(share(o, p), alpha=-rate)
+                p.mul_(keep).add_(share(o, p), alpha=-rate)
 
     def _adamw(self, group: dict, parameters: list[Tensor]):
         for p in parameters:
@@ -169,6 +176,7 @@ class Muon(torch.optim.Optimizer):
             [],
             [state["step"] for state in states],
             fused=True,
+            found_inf=getattr(self, "found_inf", None),
             amsgrad=False,
             maximize=False,
             beta1=group["betas"][0],

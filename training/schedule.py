@@ -1,6 +1,7 @@
 """The learning rate, and the length of rows, as pure functions of the step."""
 
 import math
+from dataclasses import asdict, dataclass
 
 
 def rate_factor(step: int, steps: int, *, warmup: int, decay: str, cooldown: float, final: float) -> float:
@@ -37,3 +38,28 @@ def row_lengths(start: int, end: int, steps: int, seq_len: int, warmup: float) -
     """Those that rows have in the steps start .. end - 1, in ascending order."""
     changes = (start, math.ceil(warmup / 2 * steps), math.ceil(warmup * steps))
     return sorted({row_length(step, steps, seq_len, warmup) for step in changes if start <= step < end})
+
+
+@dataclass
+class Due:
+    """What is to be done after a step."""
+
+    log: bool
+    evaluate: bool
+    sample: bool
+    checkpoint: bool
+
+    @classmethod
+    def after(cls, step: int, every, last: int, end: int) -> "Due":
+        """`every`: how often, in steps. All is due after the last step of a run; a checkpoint where it ends before."""
+        due = cls(**{what: step % n == 0 or step == last for what, n in asdict(every).items()})
+        due.checkpoint |= step == end
+        return due
+
+    @property
+    def row(self) -> bool:
+        return self.log or self.evaluate
+
+    @property
+    def any(self) -> bool:
+        return self.row or self.sample or self.checkpoint

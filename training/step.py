@@ -1,54 +1,77 @@
-"""One step of training, as two functions: gradients, and what is done with them."""
+"""One step of training: gradients, a judgement, the update. It does not wait for the device; `look` does."""
 
-from collections.abc import Iterator
+import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from training.distributed import size, synchronised, unshared
+from training import distributed
+from training.distributed import unshared
+from training.engine import Engine
+from training.gate import NOT_FINITE, OVERFLOW, SPIKE, Gate
+from training.gradients import compute_gradients, gradient_norm
+from training.state import TrainState
 
 
-def micro_batches(batch: dict[str, Tensor], rows: int, row_length: int | None = None) -> Iterator[dict[str, Tensor]]:
-    """A batch, `rows` rows at a time, each of them cut into rows of row_length if that is given."""
-    for pieces in zip(*(tensor.split(rows) for tensor in batch.values()), strict=True):
-        length = pieces[0].shape[1] if row_length is None else row_length
-        yield {name: piece.reshape(-1, length) for name, piece in zip(batch, pieces, strict=True)}
+@dataclass
+class Step:
+    """A step that may still be at work on the device."""
+
+    number: int
+    rng: dict  # random states before it
+    numbers: Tensor | None  # (4,): loss, grad_norm, verdict, update ratio; None where its batch was passed over
 
 
-def compute_gradients(
-    forward: nn.Module,
-    scaler: torch.amp.GradScaler,
+@dataclass
+class Outcome:
+    """What became of a step. `held`: nothing has changed since it began, and something has to be decided."""
+
+    number: int
+    loss: float | None = None  # None where no weight changed
+    grad_norm: float | None = None
+    update_ratio: float | None = None
+    verdict: int | None = None
+    held: bool = False
+
+    def figures(self) -> dict[str, float]:
+        """For a row of metrics.jsonl: none of a step without an update; the update ratio where it was measured."""
+        values = {"loss": self.loss, "grad_norm": self.grad_norm, "update_ratio": self.update_ratio}
+        return {name: value for name, value in values.items() if value is not None}
+
+
+def train_step(
+    engine: Engine,
+    state: TrainState,
     batch: dict[str, Tensor],
-    *,
-    micro_batch: int,
-    count: float,
-    autocast: torch.autocast,
-    row_length: int | None = None,
-) -> Tensor:
-    """Forward and backward over this rank's rows of a batch, micro_batch rows at a time -> their summed loss in nats.
+    count: int,
+    factor: float,
+    clip: float,
+    row_length: int,
+    measure: bool = False,
+) -> Step:
+    """The update by one batch with `count` targets on all ranks, unless its numbers keep the gate shut.
 
-    `forward` is the model, compiled or not, on one rank or several; `batch` holds what it is told, each (rows, s):
-    tokens, targets, and what else there is. Where row_length is given, which divides s, rows are cut into such, each
-    with the token_positions that it had, if there are any. Each piece's summed loss is divided by `count`, the number
-    of targets of the whole batch on all ranks, so that the gradient is that of the batch's mean, whatever the cut.
-    (Ranks average their gradients, hence their number.)
+    `factor` is what the peak rates are multiplied by; `measure`: the update ratio too. `state.step` stays.
     """
-    total = torch.zeros((), device=batch["targets"].device)
-    pieces = list(micro_batches(batch, micro_batch, row_length))
-    for i, piece in enumerate(pieces):
-        with synchronised(forward, last=i == len(pieces) - 1):
-            with autocast:
-                loss, _ = forward(**piece)
-            scaler.scale(loss / (count / size())).backward()
-        total += loss.detach()
-    return total
-
-
-def gradient_norm(optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler) -> Tensor:
-    """Of all gradients, unscaled first."""
-    scaler.unscale_(optimizer)
-    gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-    return unshared(nn.utils.get_total_norm(gradients))
+    rng = state.rng.state()
+    if state.step in state.guard.skip or count == 0:
+        return Step(state.step, rng, None)
+    with distributed.naming_the_late(state.step), engine.explaining_memory(batch):
+        total = compute_gradients(
+            engine.forward,
+            state.scaler,
+            batch,
+            micro_batch=engine.choices.micro_batch,
+            count=count,
+            autocast=engine.autocast,
+            row_length=row_length,
+        )
+        norm = gradient_norm(state.optimizer, state.scaler)
+        loss = distributed.total(total) / count
+    verdict = state.gate.judge(loss, norm, state.scaler)
+    ratio = update(state.optimizer, state.scaler, factor=factor, norm=norm, clip=clip, gate=state.gate, measure=measure)
+    return Step(state.step, rng, torch.stack([loss, norm.to(loss.dtype), verdict, ratio.to(loss.dtype)]))
 
 
 def update(
@@ -58,22 +81,59 @@ def update(
     factor: float,
     norm: Tensor,
     clip: float,
+    gate: Gate | None = None,
     measure: bool = False,
-) -> Tensor | None:
+) -> Tensor:
     """Changes the weights by gradients that are scaled down to the norm `clip` where theirs is larger.
 
-    Each group's rate is its peak times `factor`.
-    `measure` gives the size of the change against that of the weights, both as norms: 1e-3 or so in a healthy run.
+    Each group's rate is its peak times `factor`. Where the gate is shut, nothing changes; the optimizer hears of it as
+    of an overflow in fp16, by a tensor that only the device reads. -> With `measure`, the size of the change against
+    that of the weights, both as norms: 1e-3 or so in a healthy run; else NaN.
     """
     weights = [p.detach() for group in optimizer.param_groups for p in group["params"]]
     before = [w.clone() for w in weights] if measure else None
     for group in optimizer.param_groups:
         group["lr"] = group["peak"] * factor
         nn.utils.clip_grads_with_norm_(group["params"], clip, norm)
-    scaler.step(optimizer)
-    scaler.update()
+    optimizer.grad_scale, optimizer.found_inf = None, None if gate is None else gate.shut
+    optimizer.step()
+    if scaler.is_enabled():
+        scaled = scaler._scale.clone(), scaler._growth_tracker.clone()
+        scaler.update()
+        if gate is not None:
+            gate.keep_if_held(scaled, (scaler._scale, scaler._growth_tracker))
     optimizer.zero_grad(set_to_none=True)
     if not measure:
-        return None
+        return torch.full((), math.nan, device=norm.device)
     change = nn.utils.get_total_norm([new - old for new, old in zip(weights, before, strict=True)])
     return unshared(change) / unshared(nn.utils.get_total_norm(before))
+
+
+def look(state: TrainState, steps: list[Step]) -> Outcome:
+    """Waits for the device, and takes note of what became of some steps in a row -> the outcome of the last.
+
+    Or of the first that is held, if there is one: then the state is as it was before that step.
+    """
+    measured = [step.numbers for step in steps if step.numbers is not None]
+    numbers = iter(torch.stack(measured).tolist() if measured else [])
+    guard, outcome = state.guard, None
+    for step in steps:
+        outcome = Outcome(step.number)
+        if step.numbers is None:
+            guard.skipped += 1
+            continue
+        loss, norm, verdict, ratio = next(numbers)
+        if verdict == OVERFLOW:
+            guard.skipped += 1
+            continue
+        outcome = Outcome(step.number, loss, norm, None if math.isnan(ratio) else ratio, verdict)
+        if verdict == NOT_FINITE or (verdict == SPIKE and state.gate.hold_spikes):
+            outcome.held = True
+            state.step = step.number
+            state.rng.load(step.rng)
+            state.gate.open(state.gate.losses())
+            break
+        guard.in_a_row = 0
+        guard.spikes += verdict == SPIKE
+    steps.clear()
+    return outcome

@@ -1,0 +1,123 @@
+"""How a model's forward and backward are computed here: device, precision, kernels, compiling, ranks, micro-batches."""
+
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from data.corpus import Corpus
+from kernels import build
+from model import GPT
+from model.gpt import checkpoint_activations
+from training import auto, checkpoint, distributed, estimate
+from training.auto import Choices
+from training.backend import choose_ops
+from training.compilation import compile_forward
+from training.gradients import micro_batches
+
+
+@dataclass
+class Engine:
+    """A model, and what training calls in its place.
+
+    `forward` is the model, compiled or not, on one rank or several; `peak` the FLOP/s of a known device, else None.
+    """
+
+    model: GPT
+    device: torch.device
+    choices: Choices
+    autocast: torch.autocast
+    peak: float | None
+    parallel: str
+    forward: Callable
+
+    @classmethod
+    def build(cls, cfg, vocab_size: int, steps: int, chosen: dict, weights_of=None) -> "Engine":
+        """The model on its device, with new weights or those of a checkpoint, and what `auto` chooses for it.
+
+        `chosen`: what a run to resume chose. ValueError where the memory of this machine would not suffice.
+        """
+        device = auto.choose_device(cfg.device, cfg.deterministic)
+        rows = cfg.batch_tokens // cfg.seq_len // distributed.size()
+        n_parameters, n_bytes = estimate.size(vocab_size, **asdict(cfg.model))
+        n_learning = 8 * n_parameters if device.type == "cpu" else 0  # gradients and a moment at least
+        what = f"training {n_parameters:,} parameters with max_seq_len {cfg.model.max_seq_len:,}"
+        estimate.check_fits(what, n_bytes + n_learning)
+        model = GPT(vocab_size, **asdict(cfg.model)).to(device)
+        if weights_of is not None:
+            checkpoint.check_same_model(weights_of, model)
+            checkpoint.load_weights(weights_of, model)
+        choices = auto.choose(
+            precision=cfg.precision,
+            kernels=cfg.kernels,
+            compile=cfg.compile,
+            attention=cfg.attention,
+            micro_batch=cfg.micro_batch,
+            device=device,
+            rows=rows,
+            seq_len=cfg.seq_len,
+            vocab_size=vocab_size,
+            soft_cap=cfg.model.soft_cap,
+            flops=6 * n_parameters * cfg.batch_tokens * steps,
+            saved=chosen,
+        )
+        if device.type == "cpu":
+            pieces = f"{cfg.batch_tokens:,} tokens, {choices.micro_batch} x {cfg.seq_len} at once,"
+            least = estimate.least(model, rows, choices.micro_batch, cfg.seq_len)
+            estimate.check_fits(f"a step of {pieces}", least)
+        choices.kernels = choices.kernels and build.load("training", warn=print)
+        model.use(choose_ops(choices.attention, choices.kernels))
+        if cfg.activation_checkpointing:
+            checkpoint_activations(model)
+        autocast = auto.autocast(device, choices.precision)
+        peak = auto.peak_flops(device, asdict(cfg.device_spec), choices.precision)
+        return cls(model, device, choices, autocast, peak, cfg.parallel, model)
+
+    def prepare(self, batch: dict[str, Tensor], row_lengths: list[int], *, try_sizes: bool):
+        """Compiles for rows of these lengths, and spreads over the ranks. `batch` is one that is to come.
+
+        try_sizes: on a GPU, finds the largest micro-batch that fits.
+        """
+        few = {name: some[: self.choices.micro_batch].to(self.device) for name, some in batch.items()}
+        if try_sizes and self.device.type == "cuda":
+            self.choices.micro_batch = auto.largest_that_fits(self.model, few, self.autocast)
+        if self.choices.compile:
+            print("compiling, once", flush=True)
+            began = time.perf_counter()
+            regional = distributed.size() == 1 or self.parallel == "ddp"  # FSDP's hooks are on the model itself
+            of_each_length = [next(micro_batches(few, self.choices.micro_batch, length)) for length in row_lengths]
+            self.forward = compile_forward(self.model, of_each_length, self.autocast, warn=print, regional=regional)
+            self.choices.compile = self.forward is not self.model
+            print(f"{time.perf_counter() - began:.0f} s of compiling", flush=True)
+        self.forward = distributed.spread(self.model, self.forward, self.parallel, self.choices.precision)
+        self.model.train()
+
+    @property
+    def steps_ahead(self) -> int:
+        """How many steps the host may be ahead of the device; a CPU is both."""
+        return 1 if self.device.type == "cpu" else 16
+
+    @property
+    def searchable(self) -> bool:
+        """Whether a rank alone may call the model: under fsdp all have to, in step."""
+        return distributed.size() == 1 or self.parallel == "ddp"
+
+    def explaining_memory(self, batch: dict[str, Tensor]) -> AbstractContextManager:
+        return auto.explaining_memory(self.model, batch, self.choices.micro_batch, self.autocast)
+
+
+def announce(cfg, folder: Path, corpus: Corpus, engine: Engine, n_steps: int, epochs: float, row_lengths: list[int]):
+    """Says what is to come."""
+    ranks, n_parameters = distributed.size(), engine.model.n_parameters()
+    shared = f" on {ranks} ranks, {cfg.parallel}" if ranks > 1 else ""
+    print(f"run       {folder}")
+    print(f"text      {len(corpus.train):,} tokens to learn from, {len(corpus.validation):,} held out, {corpus.folder}")
+    print(f"model     {n_parameters:,} parameters, vocabulary {corpus.tokenizer.vocab_size:,}")
+    growing = f" in rows of {', then '.join(map(str, row_lengths))}" if len(row_lengths) > 1 else ""
+    print(f"steps     {n_steps} of {cfg.batch_tokens:,} tokens{growing}, {epochs:.1f} epochs")
+    choices = ", ".join(f"{name} {value}" for name, value in asdict(engine.choices).items())
+    print(f"device    {engine.device}{shared}, {choices}", flush=True)

@@ -1,0 +1,109 @@
+"""What a run tells of itself: lines on the screen, metrics.jsonl, W&B, and the files in its folder that describe it."""
+
+from dataclasses import asdict
+from pathlib import Path
+
+from omegaconf import OmegaConf
+
+from conf.console import visible
+from training import checkpoint, distributed, estimate, interruption, tracking
+from training.engine import Engine
+from training.metrics import MetricsLog, Screen, Stopwatch, peak_memory
+from training.resume import Start
+from training.run_folder import describe, record_environment
+from training.state import TrainState
+
+
+class Recorder:
+    """Of several ranks the first writes; the methods may be called by all."""
+
+    def __init__(self, folder: Path, cfg, engine: Engine, start: Start, steps: int, group: str | None):
+        self.folder, self.engine, self.steps, self.tokens_per_step = folder, engine, steps, cfg.batch_tokens
+        first = distributed.rank() == 0
+        self.screen, self.watch = Screen(steps), Stopwatch()
+        facts = {"parameters": engine.model.n_parameters(), "tokens_per_step": cfg.batch_tokens, "steps": steps}
+        if first:
+            facts["environment"] = record_environment(folder, engine.device, **facts)
+            OmegaConf.save(OmegaConf.create(asdict(cfg)), folder / "config.yaml")
+        self.log = MetricsLog(folder / "metrics.jsonl" if first else None, start.step, warn=self.say)
+        self.mirror = tracking.start(
+            cfg.tracking.mode if first else None,
+            project=cfg.tracking.project,
+            name=cfg.tracking.name,
+            timeout=cfg.tracking.timeout,
+            finish_timeout=cfg.tracking.finish_timeout,
+            folder=folder,
+            config=asdict(cfg) | asdict(engine.choices) | facts,
+            run_id=start.saved.get("wandb_id") if cfg.resume == "auto" else None,
+            warn=print,
+            group=group,
+        )
+        if first:
+            (folder / "README.txt").write_text(describe(folder, tracking.where(self.mirror)), encoding="utf-8")
+        self.last = start.step, 0.0  # step and seconds of the last row
+
+    def __enter__(self):
+        self.screen.__enter__()
+        self.watch = Stopwatch()
+        return self
+
+    def __exit__(self, *_):
+        self.screen.__exit__()
+
+    def say(self, text: str):
+        """A line, or several, that stay."""
+        self.screen.say(text)
+
+    def write(self, row: dict, end: int, row_length: int):
+        """A row of metrics.jsonl, with what the clock says, and a line; `end` is the last step there will be."""
+        (last_step, last_seconds), step, seconds = self.last, row["step"], self.watch.seconds()
+        speed = (step - last_step) * self.tokens_per_step / (seconds - last_seconds)
+        self.last = step, seconds
+        row["clock"] = {"seconds": seconds, "tokens_per_second": speed, "memory_gib": peak_memory(self.engine.device)}
+        if self.engine.peak is not None:
+            flops = estimate.flops_per_token(self.engine.model, row_length) * speed
+            row["clock"]["mfu"] = flops / (self.engine.peak * distributed.size())
+        self.log.write(row)
+        tracking.log(self.mirror, row)
+        left = (end - step) * self.tokens_per_step / speed
+        self.screen.report(step, row, left, keep="validation_loss" in row)
+
+    def sample(self, samples: list[dict]):
+        """Shows the last of them; W&B has a table of all."""
+        tracking.log_samples(self.mirror, samples)
+        self.say(f"\n{visible(samples[-1]['text'])}\n")
+
+    def rewind(self, step: int):
+        """To a step before: what came after it is to come again."""
+        self.log.rewind(step)
+        self.last = step, self.watch.seconds()
+
+    def sync(self):
+        """So that no checkpoint is ahead of its rows."""
+        self.log.sync()
+
+    def farewell(self, state: TrainState, reason: int, patient: bool, failed: int) -> int:
+        """Says what there is now and what may come next -> the exit code. ValueError where something was not saved."""
+        self.log.sync()
+        tracking.finish(self.mirror)
+        step, run = state.step, self.folder
+        if reason:
+            why = interruption.describe(reason)
+            print(f"{why}: ended after step {step}, resume=auto hydra.run.dir={run} goes on")
+        if not patient:
+            waited = f"{state.guard.waited} evaluations without a lower validation loss"
+            print(f"patience    ended after step {step}: {waited}")
+        print(f"checkpoint  {next(iter(checkpoint.steps(run)), None)}")
+        if best := checkpoint.describe_best(run):
+            print(f"best        {best}")
+        lowest = state.guard.lowest_step
+        if lowest is not None and not checkpoint.step_folder(run, lowest).exists():
+            print(f"lowest      {state.guard.lowest:.4f} after step {lowest}, of which no checkpoint is left")
+        print(f"next        python -m scripts.generate checkpoint={run} -- To be, or not")
+        print(f"tracked     {tracking.where(self.mirror)}", flush=True)
+        if failed:
+            raise ValueError(f"{failed} checkpoints could not be saved, see above")
+        if self.log.waiting:
+            lost = f"from step {self.log.waiting[0]['step']} on"
+            raise ValueError(f"{len(self.log.waiting)} rows of {self.log.path} could not be written, {lost}")
+        return interruption.exit_code(reason)

@@ -1,0 +1,90 @@
+"""What a run does about a step whose numbers went wrong: it stops where it can go on, or leaves the batch out."""
+
+from torch import Tensor
+
+from data.batches import Batches
+from data.tokenizer import Tokenizer
+from training import distributed, guards
+from training.checkpoints import Checkpoints
+from training.engine import Engine
+from training.gate import NOT_FINITE
+from training.gradients import micro_batches
+from training.recorder import Recorder
+from training.state import TrainState
+from training.step import Outcome
+
+
+def recover(
+    outcome: Outcome,
+    cfg,
+    engine: Engine,
+    state: TrainState,
+    batches: Batches,
+    row_length: int,
+    tokenizer: Tokenizer,
+    checkpoints: Checkpoints,
+    recorder: Recorder,
+):
+    """After a step that is held: leaves its batch out, of the steps from here on or from the last checkpoint on.
+
+    `row_length`: of that step. ValueError, with the state saved in which it began, where the run is to end.
+    """
+    guard, step = state.guard, outcome.number
+    if outcome.verdict == NOT_FINITE:
+        batch = {name: some.to(engine.device) for name, some in batches.batch(step).items()}
+        what = explain(outcome, batch, row_length, engine, state, tokenizer, recorder)
+        if cfg.on_nonfinite == "stop" or guard.in_a_row >= cfg.max_skips:
+            hint = f"resume=auto with on_nonfinite=skip, or a lower optimizer.lr than {cfg.optimizer.lr}"
+            raise ValueError(f"{what}; {_saved(checkpoints, state)}try {hint}")
+        recorder.say(f"{what}; the batch is skipped")
+        guard.in_a_row += 1
+        guard.leave_out(step)
+        return
+    what = f"the loss of step {step + 1} jumped to {outcome.loss:.4f}"
+    if guard.rollbacks >= cfg.max_skips:
+        hint = f"resume=auto with on_spike=count, or a higher spike_sigmas than {cfg.spike_sigmas}"
+        times = f"after max_skips={cfg.max_skips} times back"
+        raise ValueError(f"{what}, {times}; {_saved(checkpoints, state)}try {hint}")
+    recorder.say(f"{what}: back to the last checkpoint")
+    guard.leave_out(step)
+    guard.spikes, guard.rollbacks = guard.spikes + 1, guard.rollbacks + 1
+    try:
+        checkpoints.roll_back(state)
+    except ValueError as error:
+        recorder.say(f"{error}: only the batch is skipped")
+
+
+def _saved(checkpoints: Checkpoints, state: TrainState) -> str:
+    checkpoints.ensure(state)
+    checkpoints.wait()
+    return f"step {state.step} is saved: " if not checkpoints.failed else ""
+
+
+def explain(
+    outcome: Outcome,
+    batch: dict[str, Tensor],
+    row_length: int,
+    engine: Engine,
+    state: TrainState,
+    tokenizer: Tokenizer,
+    recorder: Recorder,
+) -> str:
+    """Repeats the step to find out where its numbers went wrong, and writes that down with the text of the batch."""
+    rng = state.rng.state()
+    origin = guards.NOWHERE
+    if engine.searchable:
+        pieces = list(micro_batches(batch, engine.choices.micro_batch, row_length))
+        origin = guards.find_origin(engine.model, pieces, engine.autocast, rng)
+    state.rng.load(rng)
+    texts = [tokenizer.decode(row) for row in batch["tokens"].tolist()]
+    origins, texts = zip(*distributed.gather_objects((origin, texts)), strict=True)
+    origin = next((one for one in origins if one["tensor"] is not None), guards.NOWHERE)
+    path = recorder.folder / f"nonfinite_{outcome.number:08}.json"
+    if distributed.rank() == 0:
+        try:
+            every = [text for some in texts for text in some]
+            guards.report(path, outcome.number, outcome.loss, outcome.grad_norm, origin, every)
+        except OSError as error:
+            recorder.say(f"{path} cannot be written: {error.strerror}")
+    what = f"the loss of step {outcome.number + 1} is {outcome.loss}, its gradient norm {outcome.grad_norm}"
+    return f"{what}: {guards.describe(origin)}; see {path}"

@@ -1,0 +1,81 @@
+"""Everything with memory: what a checkpoint holds, and what going back restores."""
+
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import torch
+
+from model import GPT
+from training import checkpoint, distributed
+from training.engine import Engine
+from training.gate import Gate, Guard
+from training.optimizer import build_optimizer
+
+
+class Generators:
+    """The random states that training draws from, of this rank; their state is global, as torch has it."""
+
+    def state(self) -> dict:
+        cuda = [torch.cuda.get_rng_state()] if torch.cuda.is_available() else []
+        return {"cpu": torch.get_rng_state(), "cuda": cuda}
+
+    def load(self, state: dict):
+        torch.set_rng_state(state["cpu"])
+        if state["cuda"] and torch.cuda.is_available():
+            torch.cuda.set_rng_state(state["cuda"][0])
+
+
+@dataclass
+class TrainState:
+    """Where a run stands after `step` steps: every field is in a checkpoint, and nothing else has memory.
+
+    What `gate` knows, the last losses, is in the checkpoint as a part of `guard`.
+    """
+
+    step: int
+    model: GPT
+    optimizer: torch.optim.Optimizer
+    scaler: torch.amp.GradScaler
+    guard: Guard
+    samples: list[dict] = field(default_factory=list)
+    rng: Generators = field(default_factory=Generators)
+    gate: Gate = field(kw_only=True)
+
+    @classmethod
+    def build(cls, engine: Engine, cfg, step: int) -> "TrainState":
+        """Before anything is remembered. After FSDP, which changes the model's parameters."""
+        settings = asdict(cfg.optimizer)
+        del settings["clip"]
+        optimizer = build_optimizer(engine.model, engine.choices.precision, **settings)
+        scaler = torch.amp.GradScaler(engine.device.type, enabled=engine.choices.precision == "fp16")
+        if distributed.rank() > 0:  # other random numbers for dropout than rank 0's
+            torch.manual_seed(cfg.seed + 1_000_003 * (distributed.rank() + distributed.size() * step))
+        gate = Gate(engine.device, cfg.spike_sigmas, cfg.spike_window, hold_spikes=cfg.on_spike == "rollback")
+        return cls(step, engine.model, optimizer, scaler, Guard(), gate=gate)
+
+    def memory(self) -> dict:
+        """All but the step and the weights, whole and on the CPU, as training.pt has it. Called by all ranks alike."""
+        self.guard.losses = self.gate.losses()
+        return {
+            "optimizer": distributed.whole(self.optimizer.state_dict()),
+            "scaler": self.scaler.state_dict(),
+            "guard": asdict(self.guard),
+            "samples": list(self.samples),
+            "rng": distributed.gather_objects(self.rng.state()),
+        }
+
+    def load(self, folder: Path):
+        """What a checkpoint has, saved by any number of ranks: to resume, and to go back to it."""
+        saved = checkpoint.load_training(folder)
+        distributed.load_weights(self.model, checkpoint.read_weights(folder))
+        try:
+            distributed.load_optimizer(self.optimizer, saved["optimizer"])
+            if saved["scaler"]:
+                self.scaler.load_state_dict(saved["scaler"])
+            if distributed.rank() < len(saved["rng"]):  # else there were fewer ranks
+                self.rng.load(saved["rng"][distributed.rank()])
+            self.samples, self.guard = list(saved["samples"]), Guard(**saved["guard"])
+            self.gate.open(self.guard.losses)
+        except (RuntimeError, TypeError, LookupError) as error:  # what torch says to another machine's or version's
+            raise ValueError(f"{folder}/training.pt does not fit this program: {error!r}") from error
+        self.step = checkpoint.read_about(folder)["step"]
