@@ -138,8 +138,8 @@ def run(cfg: Train, folder: Path, group: str | None, began: float, start: Start)
                     saver.save(state, row | compared)
         if reason:
             saver.ensure(state)
-        saver.wait()
-    return recorder.farewell(state, reason, patient, saver.failed)
+        failed = saver.wait()
+    return recorder.farewell(state, reason, patient, failed)
 
 
 if __name__ == "__main__":

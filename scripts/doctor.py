@@ -24,8 +24,9 @@ from kernels import build
 from model import GPT, generate
 from training import auto, checkpoint
 from training.backend import choose_ops
+from training.gradients import compute_gradients, gradient_norm
 from training.optimizer import build_optimizer
-from training.step import compute_gradients, gradient_norm, update
+from training.step import update
 
 ROWS = 8  # of the batch that is looked at
 CHARACTERS = 2000  # of text that goes through the tokenizer and back

@@ -22,7 +22,8 @@ import train
 from conf.entry import REPOSITORY
 from conf.schema import Prepare
 from data.tokenizer import ByteTokenizer
-from training import checkpoint, tracking
+from training import checkpoint, checkpoints, engine, evaluation, run_folder, tracking
+from training import step as one_step
 from training.evaluation import Evaluation
 
 pytestmark = pytest.mark.hardware
@@ -95,14 +96,14 @@ def test_stopping_and_resuming_is_never_having_stopped(run, stop):
 @pytest.mark.parametrize("stop", [2, 3])
 def test_rows_that_grow_are_resumed_and_a_step_up_is_no_jump(run, monkeypatch, stop):
     """Rows of 8, 16 and 32 tokens, before and behind the stop; what has seen none so long may lose more at first."""
-    lengths, real = [], train.compute_gradients
+    lengths, real = [], one_step.compute_gradients
 
     def watched(*arguments, **options):
         lengths.append(options["row_length"])
         real(*arguments, **options)
         return torch.tensor(128.0 * lengths[-1] * (1 + 0.01 * (len(lengths) % 2)))  # it jumps where rows grow
 
-    monkeypatch.setattr(train, "compute_gradients", watched)
+    monkeypatch.setattr(one_step, "compute_gradients", watched)
     growing = ["seq_len_warmup=0.75", "spike_window=2", "on_spike=rollback", "spike_sigmas=10", "every.log=1"]
     whole, parts = run("whole", *growing), run("parts", *growing, f"stop_after={stop}")
     assert lengths == [8] * 3 + [16] * 3 + [32] * 2 + lengths[:stop]
@@ -114,7 +115,7 @@ def test_rows_that_grow_are_resumed_and_a_step_up_is_no_jump(run, monkeypatch, s
 def test_rows_of_every_length_are_compiled_before_the_first_step(run, monkeypatch):
     shapes = []
     monkeypatch.setattr(
-        train,
+        engine,
         "compile_forward",
         lambda model, batches, *_, **__: shapes.append([b["tokens"].shape for b in batches]) or model,
     )
@@ -236,7 +237,7 @@ def test_what_differs_is_said_at_once_before_any_text_and_can_be_pasted(run, set
     ],
 )
 def test_any_two_values_of_a_setting_can_be_compared(before, now, what):
-    assert list(train.differences(before, now)) == what
+    assert list(run_folder.differences(before, now)) == what
 
 
 def test_a_damaged_checkpoint_is_passed_over(run, capsys):
@@ -349,14 +350,14 @@ def at_step(monkeypatch, step: int, do, times: int = 1):
 
     What it returns is taken for the loss.
     """
-    real, calls = train.compute_gradients, []
+    real, calls = one_step.compute_gradients, []
 
     def wrapped(forward, *arguments, **options):
         total = real(forward, *arguments, **options)
         calls.append(1)
         return do(forward, total) if step <= len(calls) < step + times else total
 
-    monkeypatch.setattr(train, "compute_gradients", wrapped)
+    monkeypatch.setattr(one_step, "compute_gradients", wrapped)
 
 
 def equal(whole: Path, parts: Path) -> bool:
@@ -487,7 +488,7 @@ def test_a_run_may_begin_with_the_weights_of_another(run):
 
 def test_the_newest_checkpoints_and_the_best_are_kept(run, monkeypatch):
     losses = iter([5.0, 1.0, 4.0, 3.0, 2.0, 2.5, 2.2, 2.1])
-    monkeypatch.setattr(train, "evaluate", lambda *_, **__: Evaluation(next(losses), 1, 1))
+    monkeypatch.setattr(evaluation, "evaluate", lambda *_, **__: Evaluation(next(losses), 1, 1))
     folder = run("kept", "keep=2", "every.checkpoint=1", "every.evaluate=1")
     assert [path.name[-1] for path in checkpoint.steps(folder)] == ["8", "7", "2"]
     assert {path.name for path in (folder / "checkpoints").iterdir() if path.is_dir()} == {
@@ -501,7 +502,7 @@ def losses_are(monkeypatch, *values: float) -> list:
     """What evaluations find, one after the other -> how much of the text each was to take."""
     values, limits = iter(values), []
     monkeypatch.setattr(
-        train, "evaluate", lambda *_, **k: (limits.append(k["limit"]), Evaluation(next(values), 1, 1))[1]
+        evaluation, "evaluate", lambda *_, **k: (limits.append(k["limit"]), Evaluation(next(values), 1, 1))[1]
     )
     return limits
 
@@ -558,7 +559,7 @@ def test_the_lowest_validation_loss_is_named_also_where_it_was_not_saved(run, mo
 
 def test_a_folder_has_one_run_at_a_time(run):
     with (
-        checkpoint.taken(Path("runs/one")),
+        checkpoints.taken(Path("runs/one")),
         pytest.raises(ValueError, match="runs/one is in use by another process"),
     ):
         run("one")
@@ -672,10 +673,10 @@ def test_losses_that_go_on_jumping_end_the_run_where_it_can_go_on(run, monkeypat
     """However often it saves; another text from step 5 on, say."""
     options = ["spike_window=3", "spike_sigmas=10", f"every.checkpoint={every}", "steps=12"]
     without = run("without", *options, "skip_batches=[4,5,6]")
-    steps, rate_factor, gradients = [], train.rate_factor, train.compute_gradients
+    steps, rate_factor, gradients = [], train.rate_factor, one_step.compute_gradients
     with monkeypatch.context() as patch:
         patch.setattr(train, "rate_factor", lambda step, *a, **k: (steps.append(step), rate_factor(step, *a, **k))[1])
-        patch.setattr(train, "compute_gradients", lambda *a, **k: gradients(*a, **k) * 100 ** (steps[-1] >= 4))
+        patch.setattr(one_step, "compute_gradients", lambda *a, **k: gradients(*a, **k) * 100 ** (steps[-1] >= 4))
         with pytest.raises(ValueError, match="step 8 jumped to .*, after max_skips=3 times back; step 7 is saved: try"):
             run("jumping", *options, "on_spike=rollback", "max_skips=3")
     back = run("jumping", *options, "resume=auto", "on_spike=rollback", "max_skips=3")
@@ -727,8 +728,9 @@ def test_a_run_that_is_ended_before_its_first_step_can_go_on(run, monkeypatch, h
 
 
 def test_a_signal_during_an_evaluation_leaves_its_figures_in_the_checkpoint(run, monkeypatch):
-    real = train.evaluate
-    monkeypatch.setattr(train, "evaluate", lambda *a, **k: (os.kill(os.getpid(), signal.SIGTERM), real(*a, **k))[1])
+    real = evaluation.evaluate
+    stopping = lambda *a, **k: (os.kill(os.getpid(), signal.SIGTERM), real(*a, **k))[1]  # noqa: E731
+    monkeypatch.setattr(evaluation, "evaluate", stopping)
     folder = run("one", "every.checkpoint=3")
     assert run.code == 143
     assert "validation_loss" in checkpoint.read_about(checkpoint.find(folder))

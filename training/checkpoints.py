@@ -6,7 +6,7 @@ import re
 import secrets
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -25,34 +25,19 @@ from training.state import TrainState
 FIGURES = ("loss", "validation_loss", "bits_per_byte", "compared_loss")  # of the last row, for model.json
 
 
-class Checkpoints:
-    """Saves a run's checkpoints in a thread, while training goes on; one at a time, none lost at the end.
+class Saver:
+    """Saves checkpoints of a run in a thread, while training goes on; one at a time, none lost at the end.
 
-    A save that fails is reported and counted in `failed`; training goes on. After each that succeeds, older ones are
-    removed but for the newest `keep` (None: all) and the one with the lowest validation loss. Of several ranks the
-    first writes; the methods are called by all alike.
+    A save that fails is reported by `warn` and counted in `failed`; training goes on. After each that succeeds, older
+    ones are removed but for the newest `keep` (None: all) and the one with the lowest validation loss.
     """
 
-    def __init__(
-        self, folder: Path, cfg, start: Start, steps: int, choices: Choices, corpus: Corpus, recorder: Recorder
-    ):
-        self.folder, self.keep, self.artifacts = folder, cfg.keep, cfg.tracking.artifacts
-        self.recorder, self.corpus, self.failed = recorder, corpus, 0
+    def __init__(self, run: Path, keep: int | None, warn: Callable[[str], None]):
+        self.run, self.keep, self.warn = run, keep, warn
+        self.failed = 0
         self.pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self.writing: Future | None = None
-        self.saving: Path | None = None
-        learned_from = {"folder": str(corpus.folder), "fingerprint": corpus.fingerprint()}
-        self.about = {"seq_len": cfg.seq_len, "precision": choices.precision, "data": asdict(cfg.data)}
-        self.about |= {"tokenizer": asdict(cfg.tokenizer), "tokenizer_hash": corpus.tokenizer.fingerprint()}
-        self.about |= {"batch_order": start.batch_order, "corpus": learned_from}
-        self.of_run = {
-            "choices": asdict(choices),
-            "corpus": corpus.fingerprint(),
-            "config": asdict(cfg),
-            "steps": steps,
-        }
-        if cfg.resume == "auto" and distributed.rank() == 0:
-            set_aside(folder, start.step)
+        self.folder: Path | None = None
 
     def __enter__(self):
         return self
@@ -61,38 +46,11 @@ class Checkpoints:
         self.wait()
         self.pool.shutdown()
 
-    def save(self, state: TrainState, row: dict):
-        """`row`: the step's figures, as far as there are any. Waits for the save before."""
-        if state.step - 1 not in state.guard.skip:
-            state.guard.rollbacks = 0
-        weights, about = checkpoint.snapshot(state.model)
-        memory = state.memory() | self.of_run | {"wandb_id": self.recorder.mirror.id}
-        about |= {"step": state.step, **self.about} | {name: row[name] for name in FIGURES if name in row}
-        if distributed.rank() > 0:
-            return
-        self.recorder.sync()
+    def save(self, step: int, *content):
+        """`content`: what checkpoint.save takes after the folder; not to change any more. Waits for the save before."""
         self.wait()
-        self.saving = step_folder(self.folder, state.step)
-        content = weights, self.corpus.tokenizer.save, about, memory
-        self.writing = self.pool.submit(checkpoint.save, self.saving, *content)
-        if self.artifacts:
-            loss = row.get("validation_loss")
-            tracking.log_checkpoint(self.recorder.mirror, state.step, self.saving, loss, self.writing)
-
-    def ensure(self, state: TrainState):
-        """A checkpoint of this step, which may or may not have been due."""
-        self.wait()
-        if not distributed.agreed(step_folder(self.folder, state.step).exists):
-            self.save(state, {})
-
-    def roll_back(self, state: TrainState):
-        """To the last checkpoint; what jumped, and is to be left out, stays known. ValueError if there is none."""
-        self.wait()
-        folder, known = distributed.agreed(checkpoint.find, self.folder, True), state.guard
-        state.load(folder)
-        state.guard.skip, state.guard.spikes, state.guard.rollbacks = known.skip, known.spikes, known.rollbacks
-        if distributed.rank() == 0:
-            set_aside(self.folder, state.step)
+        self.folder = step_folder(self.run, step)
+        self.writing = self.pool.submit(checkpoint.save, self.folder, *content)
 
     def wait(self):
         """Until the last save is on the disk, or has failed."""
@@ -102,14 +60,74 @@ class Checkpoints:
             self.writing.result()
         except Exception as error:  # a full disk comes as OSError, RuntimeError or SafetensorError
             self.failed += 1
-            what = f"the checkpoint {self.saving} could not be saved, training goes on"
-            self.recorder.say(f"{what}: {_why(error, self.folder)}")
+            self.warn(f"the checkpoint {self.folder} could not be saved, training goes on: {_why(error, self.run)}")
         else:
             try:
-                prune(self.folder, self.keep)
+                prune(self.run, self.keep)
             except (OSError, ValueError) as error:
-                self.recorder.say(f"older checkpoints stay: {error}")
+                self.warn(f"older checkpoints stay: {error}")
         self.writing = None
+
+
+class Checkpoints:
+    """What a run saves, and goes back to. Of several ranks the first writes; the methods are called by all alike."""
+
+    def __init__(
+        self, folder: Path, cfg, start: Start, steps: int, choices: Choices, corpus: Corpus, recorder: Recorder
+    ):
+        self.folder, self.tokenizer, self.recorder = folder, corpus.tokenizer, recorder
+        self.artifacts = cfg.tracking.artifacts
+        self.saver = Saver(folder, cfg.keep, recorder.say)
+        learned_from = {"folder": str(corpus.folder), "fingerprint": corpus.fingerprint()}
+        self.about = {"seq_len": cfg.seq_len, "precision": choices.precision, "data": asdict(cfg.data)}
+        self.about |= {"tokenizer": asdict(cfg.tokenizer), "tokenizer_hash": corpus.tokenizer.fingerprint()}
+        self.about |= {"batch_order": start.batch_order, "corpus": learned_from}
+        self.of_run = {"choices": asdict(choices), "config": asdict(cfg), "corpus": learned_from["fingerprint"]}
+        self.of_run |= {"steps": steps, "wandb_id": recorder.mirror.id}
+        if cfg.resume == "auto" and distributed.rank() == 0:
+            set_aside(folder, start.step)
+
+    def __enter__(self):
+        self.saver.__enter__()
+        return self
+
+    def __exit__(self, *_):
+        self.saver.__exit__()
+
+    def save(self, state: TrainState, row: dict):
+        """In the background; `row` holds the step's figures, as far as there are any."""
+        if state.step - 1 not in state.guard.skip:
+            state.guard.rollbacks = 0
+        weights, about = checkpoint.snapshot(state.model)
+        memory = state.memory() | self.of_run
+        about |= {"step": state.step, **self.about} | {name: row[name] for name in FIGURES if name in row}
+        if distributed.rank() > 0:
+            return
+        self.recorder.sync()
+        self.saver.save(state.step, weights, self.tokenizer.save, about, memory)
+        if self.artifacts:
+            loss, saver = row.get("validation_loss"), self.saver
+            tracking.log_checkpoint(self.recorder.mirror, state.step, saver.folder, loss, saver.writing)
+
+    def ensure(self, state: TrainState):
+        """A checkpoint of this step, which may or may not have been due."""
+        self.saver.wait()
+        if not distributed.agreed(step_folder(self.folder, state.step).exists):
+            self.save(state, {})
+
+    def roll_back(self, state: TrainState):
+        """To the last checkpoint; what jumped, and is to be left out, stays known. ValueError if there is none."""
+        self.saver.wait()
+        folder, known = distributed.agreed(checkpoint.find, self.folder, True), state.guard
+        state.load(folder)
+        state.guard.skip, state.guard.spikes, state.guard.rollbacks = known.skip, known.spikes, known.rollbacks
+        if distributed.rank() == 0:
+            set_aside(self.folder, state.step)
+
+    def wait(self) -> int:
+        """Until the last save is on the disk, or has failed -> how many have failed."""
+        self.saver.wait()
+        return self.saver.failed
 
 
 def _why(error: Exception, folder: Path) -> str:

@@ -56,8 +56,7 @@ def recover(
 
 def _saved(checkpoints: Checkpoints, state: TrainState) -> str:
     checkpoints.ensure(state)
-    checkpoints.wait()
-    return f"step {state.step} is saved: " if not checkpoints.failed else ""
+    return f"step {state.step} is saved: " if checkpoints.wait() == 0 else ""
 
 
 def explain(

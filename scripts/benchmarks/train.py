@@ -17,8 +17,9 @@ from training import auto
 from training.backend import choose_ops
 from training.compilation import compile_forward
 from training.estimate import flops_per_token
+from training.gradients import compute_gradients, gradient_norm
 from training.optimizer import build_optimizer
-from training.step import compute_gradients, gradient_norm, update
+from training.step import update
 
 SHAPES = {  # of models, and of the batches that they get
     "small": {"d_model": 128, "n_layers": 4, "n_heads": 4, "vocabulary": 65, "rows": 16, "seq_len": 128},

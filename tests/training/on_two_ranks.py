@@ -13,8 +13,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 import train
 from conf import entry, schema
 from model import GPT
-from training import auto, distributed
-from training.step import compute_gradients
+from training import auto, distributed, step
+from training.gradients import compute_gradients
 
 CPU = torch.device("cpu")
 
@@ -70,7 +70,7 @@ def main(folder: Path, small: list[str]):
     torch.save(found, folder / f"gradients_{rank}.pt")
 
     os.chdir(folder)
-    codes, real = {}, train.compute_gradients
+    codes, real = {}, step.compute_gradients
     for name, overrides in json.loads((folder / "runs.json").read_text()):
         steps = []
 
@@ -81,7 +81,7 @@ def main(folder: Path, small: list[str]):
                 os.kill(os.getpid(), signal.SIGTERM)
             return 10 * total if len(steps) == 5 and name.startswith("back") else total
 
-        train.compute_gradients = disturbed
+        step.compute_gradients = disturbed
         codes[name] = [train.train(settings(*small, *overrides), folder / "runs" / name), len(steps)]
     (folder / f"codes_{rank}.json").write_text(json.dumps(codes))
     distributed.stop()

@@ -38,7 +38,7 @@ def test_the_precision_decides_the_rest(monkeypatch):
         monkeypatch.setattr(torch.cpu, "get_capabilities", lambda units=units: units, raising=False)
         for flops in (1e9, 1e15):
             choices = choose(kernels="auto", flops=flops)
-            assert (choices["kernels"], choices["compile"]) == (kernels, compile and flops > 1e9)
+            assert (choices.kernels, choices.compile) == (kernels, compile and flops > 1e9)
 
 
 def test_short_runs_are_not_compiled(monkeypatch):

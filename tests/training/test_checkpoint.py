@@ -10,7 +10,7 @@ import safetensors.torch
 import torch
 
 from data.tokenizer import ByteTokenizer, load_tokenizer
-from training import checkpoint
+from training import checkpoint, checkpoints
 
 
 def memory():
@@ -275,7 +275,7 @@ def test_a_kill_at_any_moment_of_a_save_leaves_a_valid_checkpoint(small, tmp_pat
                 new = 2 if what == "the same step" else 3
                 save(checkpoint.step_folder(run, new), models[2], new, validation_loss=3.0)
                 if what == "pruning":
-                    checkpoint.prune(run, keep=1)
+                    checkpoints.prune(run, keep=1)
             os._exit(0)
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         assert code in (0, -signal.SIGKILL)
@@ -285,9 +285,9 @@ def test_a_kill_at_any_moment_of_a_save_leaves_a_valid_checkpoint(small, tmp_pat
         weights = checkpoint.load_file(found / "model.safetensors")
         expected = [checkpoint.snapshot(model)[0] for model in models]
         assert any(all(torch.equal(weights[n], one[n]) for n in weights) for one in expected)
-        with checkpoint.taken(run):
+        with checkpoints.taken(run):
             save(checkpoint.step_folder(run, 4), models[0], 4)
-            checkpoint.prune(run, keep=1)
+            checkpoints.prune(run, keep=1)
         assert checkpoint.find(run).name == "step_00000004"
         left = {path.name for path in (run / "checkpoints").iterdir()} - {".lock"}
         assert left == {"step_00000004", "step_00000001"}  # the newest and the best
@@ -301,7 +301,7 @@ def test_the_last_valid_checkpoint_is_never_pruned(saved):
     run, _ = saved
     flip(run / "checkpoints" / "step_00000020" / "model.safetensors")
     with pytest.raises(ValueError, match="damaged"):
-        checkpoint.prune(run, keep=1)
+        checkpoints.prune(run, keep=1)
     assert checkpoint.find(run, warn=lambda text: None).name == "step_00000010"
 
 
@@ -311,7 +311,7 @@ def test_saving_goes_on_while_training_does(small, tmp_path, monkeypatch):
     real = checkpoint.save_file
     monkeypatch.setattr(checkpoint, "save_file", lambda *arguments: (gate.wait(), real(*arguments)))
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
-    with checkpoint.Saver(tmp_path / "run", None, said.append) as saver:
+    with checkpoints.Saver(tmp_path / "run", None, said.append) as saver:
         weights, arguments = checkpoint.snapshot(model)
         about = {"step": 1, "seq_len": 8, "precision": "fp32", **arguments}
         saver.save(1, weights, ByteTokenizer().save, about, {})
@@ -531,7 +531,7 @@ def all_whole(run):
 def test_pruning_unlinks_a_link(linked, small):
     run, other = linked
     save(checkpoint.step_folder(run, 30), small(257, tied=True).float(), 30)
-    checkpoint.prune(run, keep=1)
+    checkpoints.prune(run, keep=1)
     assert [folder.name for folder in checkpoint.steps(run)] == ["step_00000030"]
     assert [path.name for path in (run / "checkpoints").iterdir()] == ["step_00000030"]
     assert all_whole(other) == 2
@@ -556,7 +556,7 @@ def test_what_is_left_of_a_link_and_a_file_is_cleaned_up(linked):
     run, other = linked
     (run / "checkpoints" / ".step_00000020.abcd.old").symlink_to(checkpoint.step_folder(other, 20))
     (run / "checkpoints" / ".step_00000030.abcd").write_text("a file")
-    with checkpoint.taken(run):
+    with checkpoints.taken(run):
         pass
     assert {path.name for path in (run / "checkpoints").iterdir()} <= {"step_00000010", "step_00000020", ".lock"}
     assert all_whole(other) == 2
@@ -564,7 +564,7 @@ def test_what_is_left_of_a_link_and_a_file_is_cleaned_up(linked):
 
 def test_setting_aside_renames_a_link(linked):
     run, other = linked
-    checkpoint.set_aside(run, 10)
+    checkpoints.set_aside(run, 10)
     assert [folder.name for folder in checkpoint.steps(run)] == ["step_00000010"]
     assert all_whole(other) == 2
 
@@ -573,7 +573,7 @@ def test_checkpoints_on_another_disk_stay_linked_and_nothing_of_ours_is_left_the
     disk, run = tmp_path / "disk", tmp_path / "run"
     disk.mkdir(), run.mkdir()
     (run / "checkpoints").symlink_to(disk)
-    with checkpoint.taken(run):
+    with checkpoints.taken(run):
         assert (disk / ".lock").exists()
     assert list(disk.iterdir()) == []
 
@@ -584,10 +584,10 @@ def test_a_signal_while_a_run_is_begun_leaves_no_lock(tmp_path, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", terminated)
-        with pytest.raises(SystemExit), checkpoint.taken(tmp_path / "run"):
+        with pytest.raises(SystemExit), checkpoints.taken(tmp_path / "run"):
             pass
     assert not (tmp_path / "run").exists()
-    with checkpoint.taken(tmp_path / "run"):  # it is free
+    with checkpoints.taken(tmp_path / "run"):  # it is free
         pass
 
 
@@ -605,7 +605,7 @@ def test_a_full_disk_is_called_so(tmp_path, monkeypatch, error, said):
 
     said_of_it = []
     monkeypatch.setattr(checkpoint, "save", fail)
-    with checkpoint.Saver(tmp_path, None, said_of_it.append) as saver:
+    with checkpoints.Saver(tmp_path, None, said_of_it.append) as saver:
         saver.save(1)
     assert len(said_of_it) == 1 and said in said_of_it[0]
     assert ("bytes are free" in said_of_it[0]) == (said == "is full")

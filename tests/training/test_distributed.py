@@ -15,7 +15,7 @@ import train
 from conf.entry import REPOSITORY
 from conf.schema import Train, parse
 from training import auto, checkpoint
-from training.step import compute_gradients
+from training.gradients import compute_gradients
 
 SMALL = [
     "experiment=smoke",

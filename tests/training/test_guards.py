@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from training import auto, guards
-from training.checkpoint import rng_state
+from training.state import Generators
 
 PLAIN = auto.autocast(torch.device("cpu"), "fp32")
 
@@ -18,7 +18,7 @@ def test_a_weight_that_is_not_finite_is_named(small, name):
     model = small()
     dict(model.named_parameters())[name].data.view(-1)[3] = math.nan
     module, _, tensor = name.rpartition(".")
-    assert guards.find_origin(model, pieces(2), PLAIN, rng_state()) == {
+    assert guards.find_origin(model, pieces(2), PLAIN, Generators().state()) == {
         "micro_batch": None,
         "module": module,
         "tensor": tensor,
@@ -39,7 +39,7 @@ def test_the_first_output_that_is_not_finite_is_named(small, name, micro_batch):
 
     handle = module.register_forward_hook(overflow, prepend=True)
     before = [p.clone() for p in model.parameters()]
-    found = guards.find_origin(model, pieces(3), PLAIN, rng_state())
+    found = guards.find_origin(model, pieces(3), PLAIN, Generators().state())
     handle.remove()
     assert found == {"micro_batch": micro_batch, "module": name, "tensor": "output"}
     assert all(torch.equal(a, b) and b.grad is None for a, b in zip(before, model.parameters(), strict=True))
@@ -60,13 +60,13 @@ def test_the_first_gradient_that_is_not_finite_is_named(small):
             return gradient * math.nan
 
     handle = model.blocks[0].feed_forward.down.register_forward_hook(lambda m, i, output: Fault.apply(output))
-    found = guards.find_origin(model, pieces(1), PLAIN, rng_state())
+    found = guards.find_origin(model, pieces(1), PLAIN, Generators().state())
     handle.remove()
     assert found["module"] == "blocks.0.feed_forward.down" and "gradient" in found["tensor"]
 
 
 def test_what_does_not_happen_again_is_said_to(small):
-    found = guards.find_origin(small().float(), pieces(2), PLAIN, rng_state())
+    found = guards.find_origin(small().float(), pieces(2), PLAIN, Generators().state())
     assert guards.describe(found) == "it did not happen again when the step was repeated"
 
 
@@ -96,13 +96,13 @@ def out_of_memory_above(model, rows: int):
 def test_the_largest_micro_batch_that_fits_divides_the_rows(small, room, fits):
     model = small(dropout=0.5).train()
     batch = {"tokens": torch.randint(17, (12, 6)), "targets": torch.randint(17, (12, 6))}
-    state = torch.get_rng_state()
+    state = torch.get_Generators().state()
     assert auto.largest_that_fits(out_of_memory_above(model, room), batch, PLAIN) == fits
     assert all(p.grad is None for p in model.parameters())
     model.zero_grad()
     with pytest.raises(ValueError, match="not even micro_batch=1 fits"):
         auto.largest_that_fits(out_of_memory_above(model, 0), batch, PLAIN)
-    assert torch.equal(state, torch.get_rng_state())
+    assert torch.equal(state, torch.get_Generators().state())
 
 
 def test_running_out_of_memory_says_what_would_fit(small):

@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from training import auto
+from training.gradients import compute_gradients, gradient_norm
 from training.optimizer import build_optimizer
-from training.step import compute_gradients, gradient_norm, update
+from training.step import update
 
 CPU = torch.device("cpu")
 
