@@ -10,12 +10,14 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 import torch
 from commands import command
 from hardware import needs_compiler, needs_torch_compile
+from torch.utils._python_dispatch import TorchDispatchMode
 from wandb_server import wandb_server
 
 import train
@@ -25,6 +27,7 @@ from data.tokenizer import ByteTokenizer
 from training import checkpoint, checkpoints, engine, evaluation, run_folder, tracking
 from training import step as one_step
 from training.evaluation import Evaluation
+from training.state import TrainState
 
 pytestmark = pytest.mark.hardware
 
@@ -42,6 +45,9 @@ SMALL = [
     "data.validation=[]",
     "sample.prompt='7 times'",
 ]
+
+
+REMEMBERED = ["choices", *(one.name for one in fields(TrainState) if one.name not in ("step", "model", "gate"))]
 
 
 @pytest.fixture
@@ -89,7 +95,7 @@ def test_stopping_and_resuming_is_never_having_stopped(run, stop):
     assert rows(parts) == rows(whole) and [row["step"] for row in rows(whole)] == [2, 3, 4, 6, 8]
     (weights, state), (resumed_weights, resumed_state) = final(whole), final(parts)
     assert same(weights, resumed_weights)
-    for name in ("optimizer", "rng", "choices", "scaler", "samples"):
+    for name in REMEMBERED:
         assert same(state[name], resumed_state[name]), name
 
 
@@ -363,8 +369,8 @@ def at_step(monkeypatch, step: int, do, times: int = 1):
 def equal(whole: Path, parts: Path) -> bool:
     """Bit for bit, in rows, weights and everything with memory."""
     (weights, state), (others, other_state) = final(whole), final(parts)
-    names = ("optimizer", "rng", "choices", "scaler", "samples", "guard")
-    return rows(whole) == rows(parts) and same(weights, others) and all(same(state[n], other_state[n]) for n in names)
+    same_memory = all(same(state[name], other_state[name]) for name in REMEMBERED)
+    return rows(whole) == rows(parts) and same(weights, others) and same_memory
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP])
@@ -762,6 +768,101 @@ def test_fp16_skips_what_its_scale_was_too_large_for_and_remembers_the_scale(run
 def test_jumps_are_counted(run, monkeypatch):
     at_step(monkeypatch, 5, lambda _, total: total * 10)
     assert [row["spikes"] for row in rows(run("one", "spike_window=3", "spike_sigmas=50"))] == [0, 0, 0, 1, 1]
+
+
+# --- the device may be behind the host ---
+
+SELDOM = ["every.log=8", "every.evaluate=8", "every.sample=8"]  # looks at a CPU that plays a GPU
+
+
+@pytest.fixture(params=[1, 16])
+def ahead(request, monkeypatch):
+    """How many steps the host may be ahead of the device."""
+    monkeypatch.setattr(engine.Engine, "steps_ahead", request.param)
+
+
+def test_a_step_that_is_found_out_late_changes_as_little(run, monkeypatch, ahead):
+    without = run("without", *SELDOM, "skip_batches=[2]")
+    with monkeypatch.context() as patch:
+        at_step(patch, 3, break_gradient)
+        skipping = run("skipping", *SELDOM, "on_nonfinite=skip")
+    assert rows(without) == rows(skipping) and same(final(without)[0], final(skipping)[0])
+    assert same(final(without)[1]["optimizer"], final(skipping)[1]["optimizer"])
+
+
+def test_a_run_that_stops_late_is_saved_as_before_that_step(run, monkeypatch, ahead):
+    before = run("before", *SELDOM, "stop_after=2")
+    with monkeypatch.context() as patch:
+        at_step(patch, 3, break_gradient)
+        with pytest.raises(ValueError, match=r"the loss of step 3 .*step 2 is saved"):
+            run("stopping", *SELDOM)
+    (weights, state), (others, other_state) = final(before), final(Path("runs/stopping"))
+    for memory in (state, other_state):
+        memory["optimizer"] = memory["optimizer"]["state"]  # the rate is set anew in each step
+    assert same(weights, others) and all(same(state[name], other_state[name]) for name in REMEMBERED)
+
+
+def test_a_jump_that_is_found_out_late_is_gone_back_from(run, monkeypatch, ahead):
+    options = ["spike_window=3", "spike_sigmas=50", "every.checkpoint=4", *SELDOM]
+    without = run("without", *options, "skip_batches=[4]")
+    with monkeypatch.context() as patch:
+        at_step(patch, 5, lambda _, total: total * 10)
+        back = run("back", *options, "on_spike=rollback")
+    assert same(final(without)[0], final(back)[0]) and final(back)[1]["guard"]["skip"] == [4]
+
+
+def test_a_signal_is_heard_while_the_device_is_behind(run, monkeypatch, ahead):
+    whole = run("whole", *SELDOM)
+    with monkeypatch.context() as patch:
+        at_step(patch, 3, lambda _, total: os.kill(os.getpid(), signal.SIGTERM) or total)
+        parts = run("parts", *SELDOM)
+    assert run.code == 143 and checkpoint.find(parts, for_training=True).name == "step_00000003"
+    assert equal(whole, run("parts", *SELDOM, "resume=auto"))
+
+
+READS = ("_local_scalar_dense", "is_nonzero", "nonzero", "equal", "masked_select", "unique", "index.Tensor")
+
+
+class Reads(TorchDispatchMode):
+    """Notes the operations for whose result a host would wait that has its numbers on a GPU."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name, kwargs = str(function).removeprefix("aten."), kwargs or {}
+        moved = kwargs.get("device") is not None and kwargs.get("dtype") in (None, args[0].dtype)
+        to_the_cpu = name.startswith("_to_copy") and moved
+        if to_the_cpu or name.split(".")[0] in READS or name in READS:
+            self.names.append(name)
+        return function(*args, **kwargs)
+
+
+@needs_torch_compile
+@pytest.mark.parametrize("how", ["adamw", "muon", "fp16", "compiled"])
+def test_a_steady_step_reads_nothing_back_from_the_device(run, monkeypatch, how):
+    """Where the device is a GPU, each reading would wait for it; a step that reports reads."""
+    if how == "fp16":
+        real = torch.amp.GradScaler
+        monkeypatch.setattr(torch.amp, "GradScaler", lambda device, enabled: real(device, enabled=True))
+    monkeypatch.setattr(engine.Engine, "steps_ahead", 16)
+    one, read = train.train_step, []
+
+    def watched(*arguments):
+        with Reads() as reads:
+            step = one(*arguments)
+        read.append(reads.names)
+        return step
+
+    monkeypatch.setattr(train, "train_step", watched)
+    options = [f"optimizer={how if how in ('adamw', 'muon') else 'adamw'}", "kernels=false", "attention=fused"]
+    run("one", *SELDOM, *options, f"compile={str(how == 'compiled').lower()}")
+    assert read == [[]] * 8
+    norm = one_step.gradient_norm
+    monkeypatch.setattr(one_step, "gradient_norm", lambda *a: torch.tensor(norm(*a).item()))
+    run("other", *SELDOM, *options, "compile=false")
+    assert all(read[8:])
 
 
 def test_tracking_mirrors_the_run(run, monkeypatch):

@@ -23,12 +23,12 @@ def choose(device="cpu", **changes):
 )
 def test_a_cpu_takes_bf16_only_with_units_for_it(monkeypatch, units, precision):
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: units, raising=False)
-    assert choose()["precision"] == precision
+    assert choose().precision == precision
 
 
 def test_a_cpu_of_which_torch_does_not_say_takes_fp32(monkeypatch):
     monkeypatch.delattr(torch.cpu, "get_capabilities", raising=False)
-    assert choose()["precision"] == "fp32"
+    assert choose().precision == "fp32"
 
 
 def test_the_precision_decides_the_rest(monkeypatch):
@@ -43,27 +43,27 @@ def test_the_precision_decides_the_rest(monkeypatch):
 
 def test_short_runs_are_not_compiled(monkeypatch):
     monkeypatch.setattr(auto, "has_compiler", lambda: True)
-    assert choose(precision="fp32", flops=1e15, kernels="auto")["compile"] is False  # what kernels do
-    assert choose(flops=1e9)["compile"] is False
-    assert choose(flops=1e15)["compile"] is True
+    assert choose(precision="fp32", flops=1e15, kernels="auto").compile is False  # what kernels do
+    assert choose(flops=1e9).compile is False
+    assert choose(flops=1e15).compile is True
     monkeypatch.setattr(auto, "has_compiler", lambda: False)
-    assert choose(flops=1e15)["compile"] is False
+    assert choose(flops=1e15).compile is False
 
 
 def test_kernels_are_for_fp32_on_a_cpu_with_a_compiler(monkeypatch):
     monkeypatch.setattr(auto, "has_compiler", lambda: True)
-    assert choose(precision="fp32", kernels="auto")["kernels"] is True
-    assert choose(precision="bf16", kernels="auto")["kernels"] is False
-    assert choose(precision="fp32", kernels="auto", compile=True)["kernels"] is False
-    assert choose(precision="fp32", kernels="auto", device="cuda")["kernels"] is False
+    assert choose(precision="fp32", kernels="auto").kernels is True
+    assert choose(precision="bf16", kernels="auto").kernels is False
+    assert choose(precision="fp32", kernels="auto", compile=True).kernels is False
+    assert choose(precision="fp32", kernels="auto", device="cuda").kernels is False
     monkeypatch.setattr(auto, "has_compiler", lambda: False)
-    assert choose(precision="fp32", kernels="auto")["kernels"] is False
+    assert choose(precision="fp32", kernels="auto").kernels is False
 
 
 def test_kernels_that_would_do_nothing_are_refused(monkeypatch):
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"amx_bf16": True})
     chosen = choose(kernels=True)
-    assert chosen["kernels"] is True and chosen["precision"] == "fp32" and chosen["compile"] is False
+    assert chosen.kernels is True and chosen.precision == "fp32" and chosen.compile is False
     for changes in ({"precision": "bf16"}, {"compile": True}, {"device": "cuda", "precision": "fp32"}):
         with pytest.raises(ValueError, match="kernels=true needs a CPU, precision=fp32 and compile=false, got"):
             choose(kernels=True, **changes)
@@ -79,36 +79,32 @@ def test_a_device_that_cannot_compute_is_refused_in_one_short_line(device):
 def test_the_rows_at_once_divide_a_batch_of_any_size():
     for n in range(1, 200):
         assert auto.divisors(n) == [i for i in range(1, n + 1) if n % i == 0]
-    assert choose(rows=10**12)["micro_batch"] == 128  # of 128 tokens and 4,096 logits each, in 2^28 bytes
+    assert choose(rows=10**12).micro_batch == 128  # of 128 tokens and 4,096 logits each, in 2^28 bytes
 
 
 def test_what_was_asked_for_or_saved_is_kept():
-    assert choose(precision="bf16", compile=True, attention="written", micro_batch=8) == {
-        "precision": "bf16",
-        "kernels": False,
-        "compile": True,
-        "attention": "written",
-        "micro_batch": 8,
-    }
+    assert choose(precision="bf16", compile=True, attention="written", micro_batch=8) == auto.Choices(
+        precision="bf16", kernels=False, compile=True, attention="written", micro_batch=8
+    )
     saved = {"precision": "bf16", "kernels": False, "compile": True, "attention": "written", "micro_batch": 2}
-    assert choose(saved=saved) == saved
-    assert choose(saved=saved, attention="fused")["attention"] == "fused"
+    assert choose(saved=saved) == auto.Choices(**saved)
+    assert choose(saved=saved, attention="fused").attention == "fused"
 
 
 def test_attention_is_written_out_only_where_that_is_faster():
-    assert choose(compile=True, precision="bf16")["attention"] == "written"
+    assert choose(compile=True, precision="bf16").attention == "written"
     for changes in ({"compile": False}, {"precision": "fp32"}, {"seq_len": 1024}):
-        assert choose(**{"compile": True, "precision": "bf16", **changes})["attention"] == "fused"
+        assert choose(**{"compile": True, "precision": "bf16", **changes}).attention == "fused"
 
 
 def test_a_soft_cap_is_written_out():
-    assert choose(soft_cap=30.0)["attention"] == "written"
+    assert choose(soft_cap=30.0).attention == "written"
 
 
 def test_micro_batches_divide_the_batch_and_bound_the_logits():
     for rows in (1, 7, 12, 32):
         for vocab_size in (256, 50_000, 10**9):
-            micro = choose(rows=rows, vocab_size=vocab_size)["micro_batch"]
+            micro = choose(rows=rows, vocab_size=vocab_size).micro_batch
             assert rows % micro == 0
             assert micro == 1 or 4 * micro * 128 * vocab_size <= 2**28
 
