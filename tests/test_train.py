@@ -832,9 +832,10 @@ class Reads(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         name, kwargs = str(function).removeprefix("aten."), kwargs or {}
-        to_the_cpu = name.startswith("_to_copy") and kwargs.get("device") is not None
-        to_the_cpu = to_the_cpu and kwargs.get("dtype") in (None, args[0].dtype)
-        if to_the_cpu or name.split(".")[0] in READS or name in READS:
+        moved = name.startswith("_to_copy") and kwargs.get("device") is not None and not kwargs.get("non_blocking")
+        if moved and kwargs.get("dtype") in (None, args[0].dtype):
+            self.names.append(name)
+        if name.split(".")[0] in READS or name in READS:
             self.names.append(name)
         return function(*args, **kwargs)
 
