@@ -19,7 +19,7 @@ from data.corpus import IGNORE, Corpus, Tokens
 from data.tokenizer import Tokenizer
 
 ROUNDS = 6
-BLOCK = 4096  # rows whose places are computed at once
+BLOCK = 4096  # rows whose places are computed at once, at most: no more than an epoch has
 ORDER = 2  # of the batches of a seed: runs that began with order 1 go on with it
 
 
@@ -75,7 +75,8 @@ class Windows:
         self.offsets = spare - self.count * seq_len + 1
         if order == 1:
             self.offsets = min(seq_len, self.offsets)
-        self._block = lru_cache(maxsize=4)(lambda i: self.starts(np.arange(i * BLOCK, (i + 1) * BLOCK)))
+        self.block = min(BLOCK, self.count)
+        self._of_block = lru_cache(maxsize=4)(lambda i: self.starts(np.arange(i * self.block, (i + 1) * self.block)))
 
     def starts(self, ordinals: np.ndarray) -> np.ndarray:
         """First token of each row, of which `ordinals` says the how-manieth since the beginning of training it is."""
@@ -89,8 +90,8 @@ class Windows:
 
     def rows(self, ordinals: np.ndarray) -> dict[str, np.ndarray]:
         """Of ordinals in ascending order."""
-        blocks = ordinals // BLOCK  # many starts at once cost little more than a few
-        starts = [self._block(i)[ordinals[blocks == i] % BLOCK] for i in np.unique(blocks).tolist()]
+        blocks = ordinals // self.block  # many starts at once cost little more than a few
+        starts = [self._of_block(i)[ordinals[blocks == i] % self.block] for i in np.unique(blocks).tolist()]
         starts = np.concatenate(starts)
         rows = self.tokens.windows(starts, self.seq_len + 1)
         if self.tokens.learned is None:

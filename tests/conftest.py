@@ -6,12 +6,11 @@ import signal
 import sys
 from pathlib import Path
 
+import composed
 import hardware
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
 
-from conf import entry, schema
 from model import GPT
 
 # built once, not in each test's own home
@@ -67,12 +66,7 @@ def small():
 @pytest.fixture
 def settings():
     """Gives the parsed config of a command line."""
-
-    def make(*overrides: str, config: str = "train", kind: type = schema.Train):
-        with initialize_config_dir(str(entry.REPOSITORY / "conf"), version_base="1.3"):
-            return schema.parse(compose(config, overrides=list(overrides)), kind)
-
-    return make
+    return composed.settings
 
 
 @pytest.fixture(scope="session")

@@ -74,8 +74,8 @@ def folder(trained, tmp_path):
     return shutil.copytree(trained, tmp_path / "folder", symlinks=True)
 
 
-def run(folder, arguments) -> str:
-    result = command(*arguments, cwd=folder)
+def run(folder, arguments, ranks: int = 1) -> str:
+    result = command(*arguments, cwd=folder, ranks=ranks)
     assert result.returncode == 0, result.stderr
     return result.stdout
 
@@ -85,9 +85,12 @@ def miniature(line: str) -> list[str]:
     program, *words = shlex.split(line)
     if program == "torchrun":
         at = words.index("train.py")
-        restarts = [word for word in words[:at] if word in ("--max-restarts", "3")]
-        ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *restarts]
-        return [*ranks, *miniature(shlex.join(["python", *words[at:]]))]
+        own = miniature(shlex.join(["python", *words[at:]]))
+        if "--max-restarts" not in words:  # two ranks that need not import everything anew do
+            assert words[:at] == ["--nproc-per-node", "8"]
+            return own
+        assert words[:at] == ["--nproc-per-node", "8", "--max-restarts", "3"]
+        return ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *words[2:at], *own]
     assert program == "python", line
     if words[0] == "train.py":
         own = words[1:]
@@ -114,7 +117,8 @@ def test_there_are_commands():
 @pytest.mark.parametrize("line", [c for c in COMMANDS if c.startswith(("python", "torchrun"))])
 def test_the_command_works(folder, line):
     arguments = miniature(line)
-    assert run(folder, arguments)
+    ranks = 2 if line.startswith("torchrun") and arguments[0] != "-m" else 1
+    assert run(folder, arguments, ranks)
 
 
 @pytest.mark.parametrize("line", NETWORK)

@@ -7,21 +7,15 @@ import sys
 from pathlib import Path
 
 import torch
-from hydra import compose, initialize_config_dir
+from composed import settings
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 import train
-from conf import entry, schema
 from model import GPT
 from training import auto, distributed, step
 from training.gradients import compute_gradients
 
 CPU = torch.device("cpu")
-
-
-def settings(*overrides: str):
-    with initialize_config_dir(str(entry.REPOSITORY / "conf"), version_base="1.3"):
-        return schema.parse(compose("train", overrides=list(overrides)), schema.Train)
 
 
 def batch() -> dict[str, torch.Tensor]:

@@ -1,7 +1,8 @@
-"""Two ranks on a CPU, by gloo; most of it in one launch of on_two_ranks.py."""
+"""Two ranks on a CPU, by gloo; most of it in one launch of on_two_ranks.py, whose ranks need no torchrun."""
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -10,10 +11,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from commands import command
+from composed import settings
 
 import train
 from conf.entry import REPOSITORY
-from conf.schema import Train, parse
 from training import auto, checkpoint
 from training.gradients import compute_gradients
 
@@ -33,6 +35,7 @@ SMALL = [
     "data.separator='\\n'",
     "packing=documents",  # unequal numbers of targets
     "sample.prompt='7 times'",
+    "sample.tokens=8",
 ]
 FSDP = ["parallel=fsdp"]
 RUNS = [
@@ -62,13 +65,6 @@ def environment(folder: Path) -> dict[str, str]:
     return os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "HOME": str(folder)}
 
 
-def settings(*overrides: str) -> Train:
-    from hydra import compose, initialize_config_dir
-
-    with initialize_config_dir(str(REPOSITORY / "conf"), version_base="1.3"):
-        return parse(compose("train", overrides=[*SMALL, *overrides]), Train)
-
-
 def write_text(folder: Path):
     lines = [f"{i} times {i} is {i * i}." + " And so on." * (i % 4) for i in range(80)]
     (folder / "words.txt").write_text("\n".join(lines))
@@ -83,16 +79,16 @@ def launched(tmp_path_factory) -> Path:
     os.chdir(folder)
     torch.set_num_threads(1)
     try:
-        for name in ("one_then_ddp", "one_then_fsdp"):
-            train.train(settings("stop_after=3"), folder / "runs" / name)
-        train.train(settings(), folder / "runs" / "one")
-        train.train(settings("precision=bf16"), folder / "runs" / "bf16_one")
+        train.train(settings(*SMALL, "stop_after=3"), folder / "runs" / "one_then_ddp")
+        shutil.copytree(folder / "runs" / "one_then_ddp", folder / "runs" / "one_then_fsdp")
+        train.train(settings(*SMALL), folder / "runs" / "one")
+        train.train(settings(*SMALL, "precision=bf16"), folder / "runs" / "bf16_one")
         (folder / "runs.json").write_text(json.dumps(RUNS))
-        script = [*TORCHRUN, str(Path(__file__).with_name("on_two_ranks.py")), str(folder), json.dumps(SMALL)]
-        result = subprocess.run(script, env=environment(folder), capture_output=True, text=True, timeout=280)
+        script = [str(Path(__file__).with_name("on_two_ranks.py")), str(folder), json.dumps(SMALL)]
+        result = command(*script, timeout=280, ranks=2, HOME=str(folder))
         assert result.returncode == 0, result.stderr[-5000:]
         for name in ("fsdp_then_one", "ddp_then_one"):
-            train.train(settings("resume=auto"), folder / "runs" / name)
+            train.train(settings(*SMALL, "resume=auto"), folder / "runs" / name)
     finally:
         os.chdir(before)
     return folder
@@ -227,24 +223,24 @@ def worker(launcher: int, rank: int) -> int:
 
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds the process of a rank in /proc")
 @pytest.mark.parametrize(("number", "restarts"), [(signal.SIGKILL, 1), (signal.SIGSTOP, 0)])
-def test_a_rank_that_dies_or_hangs(launched, tmp_path, number, restarts):
+def test_a_rank_that_dies_or_hangs(tmp_path, number, restarts):
     """Dead, torchrun starts all again, from the last checkpoint; hung, the run ends and names the rank."""
     write_text(tmp_path)
-    steps = 200 if number == signal.SIGKILL else 100000
+    steps = 80 if number == signal.SIGKILL else 100000
     own = [
-        "every.checkpoint=20",
+        "every.checkpoint=5",
         "every.evaluate=1000",
         "every.sample=1000",
         f"steps={steps}",
-        "rank_timeout=15",
+        "rank_timeout=8",
         "compile=false",
     ]
-    command = [*TORCHRUN, f"--max-restarts={restarts}", "--monitor-interval=0.2", str(REPOSITORY / "train.py"), *SMALL]
-    command += [*own, "hydra.run.dir=run", "resume=auto"]
+    words = [*TORCHRUN, f"--max-restarts={restarts}", "--monitor-interval=0.2", str(REPOSITORY / "train.py"), *SMALL]
+    words += [*own, "hydra.run.dir=run", "resume=auto"]
     log = (tmp_path / "log").open("w")
-    process = subprocess.Popen(command, cwd=tmp_path, env=environment(tmp_path), stdout=log, stderr=log)
+    process = subprocess.Popen(words, cwd=tmp_path, env=environment(tmp_path), stdout=log, stderr=log)
     metrics = tmp_path / "run" / "metrics.jsonl"
-    wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") > 45)
+    wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") > 8)
     hit = worker(process.pid, 1)
     os.kill(hit, number)
     if number == signal.SIGSTOP:
