@@ -13,6 +13,7 @@ import pytest
 import torch
 from commands import command
 from composed import settings
+from filelock import FileLock
 
 import train
 from conf.entry import REPOSITORY
@@ -70,10 +71,21 @@ def write_text(folder: Path):
     (folder / "words.txt").write_text("\n".join(lines))
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def launched(tmp_path_factory) -> Path:
-    """A folder with what one launch has written, and what one process did before and after it."""
-    folder = tmp_path_factory.mktemp("ranks")
+    """A folder with what one launch has written, and what one process did before and after it: for all workers."""
+    shared = tmp_path_factory.getbasetemp()
+    folder = (shared.parent if "PYTEST_XDIST_WORKER" in os.environ else shared) / "ranks"
+    with FileLock(f"{folder}.lock"):
+        if not (folder / "done").exists():
+            shutil.rmtree(folder, ignore_errors=True)  # of a worker that failed
+            folder.mkdir()
+            launch(folder)
+            (folder / "done").touch()
+    return folder
+
+
+def launch(folder: Path):
     write_text(folder)
     before = Path.cwd()
     os.chdir(folder)
@@ -91,7 +103,6 @@ def launched(tmp_path_factory) -> Path:
             train.train(settings(*SMALL, "resume=auto"), folder / "runs" / name)
     finally:
         os.chdir(before)
-    return folder
 
 
 def rows(run: Path) -> list[dict]:
@@ -232,7 +243,7 @@ def test_a_rank_that_dies_or_hangs(tmp_path, number, restarts):
         "every.evaluate=1000",
         "every.sample=1000",
         f"steps={steps}",
-        "rank_timeout=8",
+        "rank_timeout=15",
         "compile=false",
     ]
     words = [*TORCHRUN, f"--max-restarts={restarts}", "--monitor-interval=0.2", str(REPOSITORY / "train.py"), *SMALL]
