@@ -24,7 +24,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from conf import console
+from conf import console, resumed
 from conf.overrides import readable
 from conf.schema import check_rules, parse, setting_names, unknown_key
 
@@ -42,6 +42,13 @@ def check_output(setting: str, path: str | Path | None):
         raise ValueError(f"{path} cannot be written: give {setting}=FILE in a folder that is there, or {setting}=null")
 
 
+def newest_run(name: str) -> Path | None:
+    """Of those of that name that hold a checkpoint."""
+    runs = [run for run in Path("runs").glob("*") if resumed.has_checkpoints(run)]
+    runs = [run for run in runs if (found := RUN_NAME.fullmatch(run.name)) and found[1] == name]
+    return max(runs, default=None)
+
+
 def run_dir(resume: str | None, name: str) -> str:
     """The run's folder: with resume=auto the newest run of that name that holds a checkpoint, else a new one.
 
@@ -53,11 +60,8 @@ def run_dir(resume: str | None, name: str) -> str:
         folder = tempfile.mkdtemp()
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
         return folder
-    if resume == "auto":
-        runs = [run for run in Path("runs").glob("*") if any(run.glob("checkpoints/step_*/manifest.json"))]
-        runs = [run for run in runs if (found := RUN_NAME.fullmatch(run.name)) and found[1] == name]
-        if runs:
-            return str(max(runs))
+    if resume == "auto" and (run := newest_run(name)) is not None:
+        return str(run)
     return f"runs/{datetime.now():%Y%m%d-%H%M%S}-{name}-{secrets.token_hex(3)}"
 
 
@@ -117,6 +121,8 @@ def entry_point(config_name: str, schema: type, actions: tuple[str, ...] = ()) -
             def checked_run(composed: DictConfig):  # submitit pickles it with all that it refers to
                 begun.append(HydraConfig.get().job.get("num"))
                 try:
+                    if config_name == "train":
+                        composed = _resumed(composed, schema)
                     cfg = parse(composed, schema)
                     if text is not None:
                         if not hasattr(cfg, "prompt"):
@@ -154,6 +160,8 @@ def entry_point(config_name: str, schema: type, actions: tuple[str, ...] = ()) -
                 if not makes:
                     console.check()
                 sys.argv[1:] = [readable(argument, schema, several) for argument in sys.argv[1:]]
+                if config_name == "train":
+                    sys.argv[1:] = resumed.in_place(sys.argv[1:])
                 hydra.main(version_base="1.3", config_path="../conf", config_name=config_name)(checked_run)()
             except (HydraException, OmegaConfBaseException, ValueError, OSError) as error:
                 _fail(_explain(error, schema))
@@ -167,6 +175,20 @@ def entry_point(config_name: str, schema: type, actions: tuple[str, ...] = ()) -
         return main
 
     return decorate
+
+
+def _resumed(composed: DictConfig, schema: type) -> DictConfig:
+    """With the own settings of the run that is to be resumed, where there is one."""
+    job, resume = HydraConfig.get(), OmegaConf.select(composed, "resume")
+    if resume is None:
+        return composed
+    run = Path(job.runtime.output_dir)
+    if resume == "auto" and int(os.environ.get("RANK", 0)) > 0 and not resumed.has_checkpoints(run):
+        run = newest_run(composed.name) or run  # that of rank 0
+    run = resumed.run_of(str(run if resume == "auto" else resume))
+    if run is None or not resumed.has_checkpoints(run):
+        return composed
+    return resumed.with_its_own(composed, list(job.overrides.task), run, schema)
 
 
 def _cut_text(argv: list[str]) -> str | None:

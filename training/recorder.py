@@ -89,7 +89,7 @@ class Recorder:
         step, run = state.step, self.folder
         if reason:
             why = interruption.describe(reason)
-            print(f"{why}: ended after step {step}, resume=auto hydra.run.dir={run} goes on")
+            print(f"{why}: ended after step {step}; python train.py resume={run} resumes it")
         if not patient:
             waited = f"{state.guard.waited} evaluations without a lower validation loss"
             print(f"patience    ended after step {step}: {waited}")

@@ -89,7 +89,7 @@ checkpoints/     step folders, each whole; the newest is used, or the best: chec
 
 write text       python -m scripts.generate checkpoint={run} -- To be, or not
 measure          python -m scripts.evaluate checkpoint={run}
-go on            python train.py resume=auto hydra.run.dir={run} (and its settings)
+resume           python train.py resume={run}
 W&B              {tracked}
 """
 

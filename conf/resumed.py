@@ -1,0 +1,92 @@
+"""A run that is resumed has its own settings, those of its config.yaml, and over them what the command line says."""
+
+import re
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+from os.path import expanduser
+from pathlib import Path
+
+import yaml
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Quote, QuotedString
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+CONF = Path(__file__).resolve().parent
+OF_A_START = ("resume", "init_from", "stop_after", "dry_run")  # of one start of a run, not of the run
+INSTEAD = {"steps": "epochs", "epochs": "steps"}  # who gives one does not want the other
+
+
+def has_checkpoints(run: Path) -> bool:
+    return any(run.glob("checkpoints/step_*/manifest.json"))
+
+
+def run_of(checkpoint: str) -> Path | None:
+    """The run folder that RUN, RUN:best, RUN:1200 or a step folder is of; None where there is no config.yaml."""
+    path = Path(expanduser(checkpoint))
+    if not path.is_dir() and (named := re.fullmatch(r"(.+):(best|\d+)", str(path))):
+        path = Path(named[1])
+    return next((run for run in (path, path.parent.parent) if (run / "config.yaml").is_file()), None)
+
+
+def in_place(arguments: list[str]) -> list[str]:
+    """The command line of train.py, where resume=RUN without another name or folder resumes that run, as auto would."""
+    given = dict(argument.partition("=")[::2] for argument in arguments)
+    path = given.get("resume", "").strip("'\"")
+    run = Path(expanduser(path))
+    elsewhere = {"name", "hydra.run.dir", "hydra.sweep.dir", "-m", "--multirun"} & given.keys()
+    if not path or elsewhere or run_of(path) != run or not has_checkpoints(run):
+        return arguments
+    others = [argument for argument in arguments if not argument.startswith("resume=")]
+    return [*others, "resume=auto", f"hydra.run.dir={QuotedString(str(run), Quote.double).with_quotes()}"]
+
+
+def with_its_own(composed: DictConfig, typed: list[str], run: Path, schema: type) -> DictConfig:
+    """The composed config with the run's own settings in the place of what was not typed.
+
+    typed: the command line. A group that was chosen there, or an experiment, is as it was chosen. A setting that there
+    was not yet when the run began is as composed.
+    """
+    try:
+        own = OmegaConf.load(run / "config.yaml")
+    except (OSError, ValueError, yaml.YAMLError, OmegaConfBaseException) as error:
+        raise ValueError(f"{run}/config.yaml cannot be read: {' '.join(str(error).split())[:200]}") from error
+    if not isinstance(own, DictConfig):
+        raise ValueError(f"{run}/config.yaml is damaged: it holds no settings")
+    cfg, chosen = composed.copy(), {*_typed(typed)}
+    for key in _settings(schema):
+        group = key.partition(".")[0]
+        if key in OF_A_START or {key, group, INSTEAD.get(key)} & chosen:
+            continue
+        value = OmegaConf.select(own, key, default=own)  # own: nothing is there
+        if value is not own:
+            OmegaConf.update(cfg, key, value, merge=False)
+    return cfg
+
+
+def _settings(schema: type) -> Iterator[str]:
+    """All, by their dotted names."""
+    for item in fields(schema):
+        if is_dataclass(item.type):
+            yield from (f"{item.name}.{one.name}" for one in fields(item.type))
+        else:
+            yield item.name
+
+
+def _typed(arguments: list[str]) -> Iterator[str]:
+    """The settings, and the groups, that a command line sets; those of an experiment, too."""
+    for override in OverridesParser.create().parse_overrides(arguments):
+        key = override.key_or_group
+        yield key
+        if key == "experiment" and (path := CONF / key / f"{override.value()}.yaml").is_file():
+            yield from _of_experiment(OmegaConf.load(path))
+
+
+def _of_experiment(experiment: DictConfig) -> Iterator[str]:
+    for default in experiment.get("defaults", []):
+        yield from (str(name).split()[-1].strip("/") for name in default)
+    for name, value in experiment.items():
+        if isinstance(value, DictConfig):
+            yield from (f"{name}.{one}" for one in value)
+        else:
+            yield name
