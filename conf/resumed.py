@@ -79,14 +79,11 @@ def _typed(arguments: list[str]) -> Iterator[str]:
         key = override.key_or_group
         yield key
         if key == "experiment" and (path := CONF / key / f"{override.value()}.yaml").is_file():
-            yield from _of_experiment(OmegaConf.load(path))
+            yield from _of_experiment(OmegaConf.to_container(OmegaConf.load(path)))
 
 
-def _of_experiment(experiment: DictConfig) -> Iterator[str]:
-    for default in experiment.get("defaults", []):
-        yield from (str(name).split()[-1].strip("/") for name in default)
+def _of_experiment(experiment: dict) -> Iterator[str]:
+    for default in experiment.pop("defaults", []):
+        yield from (name.split()[-1].strip("/") for name in default)  # override /model: nano
     for name, value in experiment.items():
-        if isinstance(value, DictConfig):
-            yield from (f"{name}.{one}" for one in value)
-        else:
-            yield name
+        yield from (f"{name}.{one}" for one in value) if isinstance(value, dict) else (name,)

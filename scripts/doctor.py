@@ -84,7 +84,7 @@ def new_model(cfg: Doctor) -> Patient:
         flops=6 * model.n_parameters() * cfg.batch_tokens * (cfg.steps or 0),
         saved={},
     )
-    use_what_trains(model, choices)
+    use_what_trains(model, choices.attention, choices.kernels)
     print(f"model  new, {model.n_parameters():,} parameters, vocabulary {model.vocab_size:,}")
     print(f"text   {corpus.folder}\n")
     ids = torch.from_numpy(corpus.train.read(0, min(len(corpus.train), ROWS * cfg.seq_len + 1)).astype("int64"))
@@ -116,7 +116,7 @@ def trained_model(path: str, device: str) -> Patient:
         checkpoint.check(folder)
         saved = checkpoint.load_training(folder)
         settings = saved.get("config", {}).get("optimizer")
-        use_what_trains(model, saved["choices"])
+        use_what_trains(model, saved["choices"]["attention"], saved["choices"]["kernels"])
     print(f"checkpoint  {folder}, {about['step']} steps")
     print(f"text        {where}\n")
     return Patient(
@@ -131,11 +131,10 @@ def trained_model(path: str, device: str) -> Patient:
     )
 
 
-def use_what_trains(model: GPT, choices: dict):
+def use_what_trains(model: GPT, attention: str, kernels: bool):
     """Gives the model the functions that it learns with, by the choices of its run."""
     on_cpu = model.embedding.weight.device.type == "cpu"
-    kernels = choices["kernels"] and on_cpu and build.load("training", warn=print)
-    model.use(choose_ops(choices["attention"], kernels))
+    model.use(choose_ops(attention, kernels and on_cpu and build.load("training", warn=print)))
 
 
 def held_out_text(about: dict, checkpoint_folder: Path, tokenizer: Tokenizer) -> tuple[str | None, Tensor | None, str]:

@@ -44,7 +44,6 @@ def test_a_run_that_is_resumed_has_its_own_settings_but_for_how_it_was_started(r
     [
         ("optimizer.lr=0.25", "lr", 0.25),
         ("optimizer=muon", "name", "muon"),  # a group is as it was chosen
-        ("experiment=tinystories", "name", "adamw"),
     ],
 )
 def test_what_is_typed_lies_over_them(run, typed, name, value):
@@ -52,8 +51,9 @@ def test_what_is_typed_lies_over_them(run, typed, name, value):
 
 
 def test_what_an_experiment_sets_is_typed_too(run):
-    typed = ["experiment=smoke"]
-    assert settings(run, *typed, "tokenizer.special=[a]").model.d_ff == composed(*typed).model.d_ff
+    cfg = settings(run, "experiment=smoke", "steps=30")
+    assert (cfg.model.d_ff, cfg.steps) == (composed("experiment=smoke").model.d_ff, 30)
+    assert (cfg.optimizer.lr, cfg.every.log) == (0.125, 5)
 
 
 def test_epochs_that_are_typed_take_the_place_of_the_steps_it_had(run):
