@@ -293,7 +293,8 @@ class GPT(nn.Module):
                 raise ValueError(
                     f"token_positions must be {(s,)} or {(b, s)}, one a token, got {tuple(token_positions.shape)}"
                 )
-            if not torch.compiler.is_compiling():
+            on_cpu = token_positions.device.type == "cpu"  # a GPU would be waited for; there the look-up refuses them
+            if on_cpu and not torch.compiler.is_compiling():
                 check_positions(token_positions, self.max_seq_len)
         for name, given in (("padding", padding), ("documents", documents)):
             if given is not None and given.shape != (b, start + s):

@@ -17,7 +17,7 @@ import pytest
 import torch
 from commands import command
 from hardware import needs_compiler, needs_torch_compile
-from torch.utils._python_dispatch import TorchDispatchMode
+from reads import noting
 from wandb_server import wandb_server
 
 import train
@@ -830,26 +830,6 @@ def test_a_signal_is_heard_while_the_device_is_behind(run, monkeypatch, ahead):
     assert equal(whole, run("parts", *SELDOM, "resume=auto"))
 
 
-READS = ("_local_scalar_dense", "is_nonzero", "nonzero", "equal", "masked_select", "unique", "index.Tensor")
-
-
-class Reads(TorchDispatchMode):
-    """Notes the operations for whose result a host would wait that has its numbers on a GPU."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        name, kwargs = str(function).removeprefix("aten."), kwargs or {}
-        moved = name.startswith("_to_copy") and kwargs.get("device") is not None and not kwargs.get("non_blocking")
-        if moved and kwargs.get("dtype") in (None, args[0].dtype):
-            self.names.append(name)
-        if name.split(".")[0] in READS or name in READS:
-            self.names.append(name)
-        return function(*args, **kwargs)
-
-
 @needs_torch_compile
 @pytest.mark.parametrize("how", ["adamw", "muon", "fp16", "compiled"])
 def test_a_steady_step_reads_nothing_back_from_the_device(run, monkeypatch, how):
@@ -858,15 +838,8 @@ def test_a_steady_step_reads_nothing_back_from_the_device(run, monkeypatch, how)
         real = torch.amp.GradScaler
         monkeypatch.setattr(torch.amp, "GradScaler", lambda device, enabled: real(device, enabled=True))
     monkeypatch.setattr(engine.Engine, "steps_ahead", 16)
-    one, read = train.train_step, []
-
-    def watched(*arguments):
-        with Reads() as reads:
-            step = one(*arguments)
-        read.append(reads.names)
-        return step
-
-    monkeypatch.setattr(train, "train_step", watched)
+    read = []
+    monkeypatch.setattr(train, "train_step", noting(train.train_step, read))
     options = [f"optimizer={how if how in ('adamw', 'muon') else 'adamw'}", "kernels=false", "attention=fused"]
     run("one", *SELDOM, *options, f"compile={str(how == 'compiled').lower()}")
     assert read == [[]] * 8

@@ -531,6 +531,4 @@ def load_training(folder: Path) -> Training:
         raise ValueError(f"{path} holds more than numbers and is not opened: {reason}") from error
     except Exception as error:  # of torch's reader of archives, of several kinds
         raise ValueError(f"{path} is damaged: {' '.join(str(error).split())}") from error
-    if isinstance(saved, dict) and "rng" in saved and "guard" not in saved:  # of before there were ranks and guards
-        saved |= {"guard": {}, "rng": [saved["rng"]]}
     return check_shape(saved, Training, str(path))

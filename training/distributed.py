@@ -89,9 +89,9 @@ def total(value: Tensor) -> Tensor:
     value = value.to(torch.float32 if value.device.type == "mps" else torch.float64)
     if size() == 1:
         return value
-    all_ranks = value.new_empty(size())
-    dist.all_gather_into_tensor(all_ranks, value.view(1))
-    return all_ranks.sum()
+    all_ranks = [torch.empty_like(value) for _ in range(size())]
+    dist.all_gather(all_ranks, value)
+    return torch.stack(all_ranks).sum()
 
 
 def gather_objects(value: Any) -> list:

@@ -1,10 +1,10 @@
 """What the lessons share: their form, its text, seeds, a small training, exponents."""
 
-import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -62,10 +62,7 @@ def train(parameters: Iterable[nn.Parameter], loss: Callable[[], Tensor], steps:
 
 def exponent(sizes: list[int], measured: list[float]) -> float:
     """p of measured ~ size^p: the slope of a straight line through the logarithms, by least squares."""
-    x, y = ([math.log(value) for value in values] for values in (sizes, measured))
-    x_mean, y_mean = sum(x) / len(x), sum(y) / len(y)
-    covariance = sum((a - x_mean) * (b - y_mean) for a, b in zip(x, y, strict=True))
-    return covariance / sum((a - x_mean) ** 2 for a in x)
+    return float(np.polyfit(np.log(sizes), np.log(measured), 1)[0])
 
 
 def difference(a: Tensor, b: Tensor) -> float:

@@ -8,11 +8,13 @@ from pathlib import Path
 
 import torch
 from composed import settings
+from reads import noting
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 import train
 from model import GPT
 from training import auto, distributed, step
+from training.engine import Engine
 from training.gradients import compute_gradients
 
 CPU = torch.device("cpu")
@@ -64,7 +66,7 @@ def main(folder: Path, small: list[str]):
     torch.save(found, folder / f"gradients_{rank}.pt")
 
     os.chdir(folder)
-    codes, real = {}, step.compute_gradients
+    codes, real, real_step = {}, step.compute_gradients, train.train_step
     for name, overrides in json.loads((folder / "runs.json").read_text()):
         steps = []
 
@@ -76,7 +78,10 @@ def main(folder: Path, small: list[str]):
             return 10 * total if len(steps) == 5 and name.startswith("back") else total
 
         step.compute_gradients = disturbed
-        codes[name] = [train.train(settings(*small, *overrides), folder / "runs" / name), len(steps)]
+        read = []
+        train.train_step = noting(real_step, read) if name.startswith("steady") else real_step
+        Engine.steps_ahead = 16 if name.startswith("steady") else 1
+        codes[name] = [train.train(settings(*small, *overrides), folder / "runs" / name), len(steps), read]
     (folder / f"codes_{rank}.json").write_text(json.dumps(codes))
     distributed.stop()
 

@@ -39,6 +39,7 @@ SMALL = [
     "sample.tokens=8",
 ]
 FSDP = ["parallel=fsdp"]
+SELDOM = ["every.log=100", "every.evaluate=100", "every.sample=100", "packing=stream"]
 RUNS = [
     ("ddp", []),
     ("fsdp", [*FSDP, "activation_checkpointing=true"]),
@@ -57,6 +58,8 @@ RUNS = [
     ("bf16_ddp", ["precision=bf16"]),
     ("bf16_fsdp", ["precision=bf16", "activation_checkpointing=true", *FSDP]),
     ("patience", ["steps=null", "epochs=2", "patience=1", "every.evaluate=1", "optimizer=adamw", "optimizer.lr=1e-30"]),
+    ("steady_ddp", SELDOM),
+    ("steady_fsdp", [*SELDOM, *FSDP]),
     ("signal", []),
 ]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -205,16 +208,23 @@ def test_ranks_go_back_together(launched, name):
 def test_a_signal_to_one_rank_ends_all_behind_the_same_step(launched):
     codes = [json.loads((launched / f"codes_{rank}.json").read_text()) for rank in (0, 1)]
     assert codes[0] == codes[1]
-    assert codes[0]["signal"] == [128 + signal.SIGTERM, 3]
+    assert codes[0]["signal"] == [128 + signal.SIGTERM, 3, []]
     assert checkpoint.find(launched / "runs" / "signal").name == "step_00000003"
 
 
 def test_ranks_end_together_where_validation_finds_nothing_lower(launched):
     codes = [json.loads((launched / f"codes_{rank}.json").read_text())["patience"] for rank in (0, 1)]
-    assert codes == [[0, 2], [0, 2]]
+    assert codes == [[0, 2, []], [0, 2, []]]
     run = launched / "runs" / "patience"
     steps, an_epoch = checkpoint.load_training(checkpoint.find(run))["steps"], 1 / rows(run)[0]["epoch"]
     assert steps - 1 < 2 * an_epoch <= steps
+
+
+@pytest.mark.parametrize("name", ["steady_ddp", "steady_fsdp"])
+def test_no_rank_reads_back_from_its_device_in_a_steady_step(launched, name):
+    for rank in (0, 1):
+        code, steps, read = json.loads((launched / f"codes_{rank}.json").read_text())[name]
+        assert code == 0 and len(read) == steps and not any(read)
 
 
 def wait_for(condition, seconds: float = 150):
