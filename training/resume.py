@@ -46,6 +46,7 @@ class Start:
         """What the checkpoint remembers; of validation only what was measured as it is now."""
         if self.checkpoint is None:
             return
+        checkpoint.check_same_model(self.checkpoint, state.model)
         state.load(self.checkpoint)
         if self.saved["config"].get("evaluation_tokens") != cfg.evaluation_tokens:
             state.guard.lowest, state.guard.lowest_step, state.guard.waited = math.inf, None, 0

@@ -66,7 +66,8 @@ class TrainState:
 
     def load(self, folder: Path):
         """What a checkpoint has, saved by any number of ranks: to resume, and to go back to it."""
-        saved = checkpoint.load_training(folder)
+        saved, mismatch = checkpoint.load_training(folder), f"{folder} holds another model"
+        checkpoint.check_sizes(checkpoint.sizes(folder / "model.safetensors"), self.model, mismatch)
         distributed.load_weights(self.model, checkpoint.read_weights(folder))
         try:
             distributed.load_optimizer(self.optimizer, saved["optimizer"])
