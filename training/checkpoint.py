@@ -240,7 +240,7 @@ def snapshot(model: GPT) -> tuple[dict[str, Tensor], dict]:
     weights = model.state_dict()
     if model.arguments["tied"]:
         del weights["head.weight"]
-    return {name: whole(tensor).contiguous() for name, tensor in weights.items()}, {"arguments": model.arguments}
+    return whole({name: tensor.contiguous() for name, tensor in weights.items()}), {"arguments": model.arguments}
 
 
 # Every moment at which the disk changes its mind passes through these two, so that tests can kill a process there.

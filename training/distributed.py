@@ -170,13 +170,18 @@ def synchronised(model: nn.Module, last: bool) -> Iterator[None]:
 
 
 def whole(value: Any) -> Any:
-    """Copies on the CPU of tensors, of which each rank may hold a share, in dicts and lists; anything else as it is."""
+    """Copies on the CPU of tensors, of which each rank may hold a share, in dicts and lists; anything else as it is.
+
+    Only the first rank, who writes them down, keeps them: the others help to gather them, and get None.
+    """
     if isinstance(value, dict):
         return {name: whole(one) for name, one in value.items()}
     if isinstance(value, list):
         return [whole(one) for one in value]
+    if not isinstance(value, Tensor):
+        return value
     value = unshared(value)
-    return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
+    return value.detach().to("cpu", copy=True) if rank() == 0 else None
 
 
 def unshared(value: Any) -> Any:

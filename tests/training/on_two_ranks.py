@@ -51,7 +51,7 @@ def gradients(parallel: str, micro_batch: int, precision: str) -> dict:
     scaler = torch.amp.GradScaler("cpu", enabled=False)
     autocast = auto.autocast(CPU, precision)
     compute_gradients(forward, scaler, mine, micro_batch=micro_batch, count=count, autocast=autocast)
-    found = {name: distributed.whole(p.grad) for name, p in one.named_parameters()}
+    found = {name: distributed.unshared(p.grad) for name, p in one.named_parameters()}
     return {"gradients": found, "exchanges": len(exchanges)}
 
 
