@@ -522,7 +522,7 @@ class BPEVocabulary(TypedDict):
     kind: Literal["bpe"]
     pattern: str
     ranks: list[str]
-    special: NotRequired[Annotated[dict[str, Id], Field(min_length=1)]]
+    special: Annotated[dict[str, Id], Field(min_length=1)]
     parse_special: NotRequired[bool]
 
 
@@ -558,5 +558,4 @@ def _made_of(vocabulary: dict, folder: Path) -> Tokenizer:
         content = (folder / JSONTokenizer.FILE).read_text(encoding="utf-8")
         return JSONTokenizer(content, vocabulary["beginning"], vocabulary["ends"], parse_special)
     ranks = [base64.b64decode(token, validate=True) for token in vocabulary["ranks"]]
-    special = vocabulary.get("special", {END_OF_TEXT: len(ranks)})
-    return BPETokenizer(ranks, vocabulary["pattern"], special, parse_special)
+    return BPETokenizer(ranks, vocabulary["pattern"], vocabulary["special"], parse_special)

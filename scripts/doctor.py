@@ -115,7 +115,7 @@ def trained_model(path: str, device: str) -> Patient:
     if (folder / "training.pt").exists():
         checkpoint.check(folder)
         saved = checkpoint.load_training(folder)
-        settings = saved.get("config", {}).get("optimizer")
+        settings = saved["config"]["optimizer"]
         use_what_trains(model, saved["choices"]["attention"], saved["choices"]["kernels"])
     print(f"checkpoint  {folder}, {about['step']} steps")
     print(f"text        {where}\n")
