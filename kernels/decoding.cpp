@@ -1,53 +1,27 @@
 // What generation spends its time on, for a CPU: products of few rows with a matrix, and attention of one query.
-// model/few_rows.py says what it computes, and tests hold it to that.
+// decoding.py says what it computes, and tests hold it to that.
 
 #include <algorithm>
 #include <cmath>
 #include <optional>
+#include <tuple>
 #include <vector>
-#ifdef __AVX2__
-#include <immintrin.h>
-#endif
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
-#include "lanes.h"
+#include "tile.h"
 
 using torch::stable::Tensor;
 
 namespace {
 
-constexpr int PANEL = 2 * LANES;  // outputs whose weights lie side by side; there are four panels, or eight, ...
+constexpr int TOGETHER = 4 * PANEL;  // outputs that stay in the nearest cache while all rows pass
 
-Lanes load(const int8_t* x) {
-#ifdef __AVX2__  // compilers do not find these two instructions by themselves
-  return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)x)));
-#else
-  Lanes lanes;
-  for (int i = 0; i < LANES; ++i) lanes[i] = x[i];
-  return lanes;
-#endif
-}
-
-// ROWS rows of x with PANELS panels of weights, all sums in registers. Each sum is added up in the order of its inputs,
-// whatever ROWS and PANELS are: a row's result does not depend on its neighbours.
 template <int ROWS, int PANELS, typename Weight>
 void tile(const float* x, const Weight* panels, const float* scale, float* y, int d_in, int d_out, int width) {
   Lanes sum[ROWS][PANELS][2];
-  for (auto& row : sum)
-    for (auto& pair : row) pair[0] = pair[1] = Lanes{};
-  for (int i = 0; i < d_in; ++i)
-#pragma GCC unroll 4
-    for (int p = 0; p < PANELS; ++p) {
-      const Weight* weights = panels + (int64_t(p) * d_in + i) * PANEL;
-      const Lanes left = load(weights), right = load(weights + LANES);
-#pragma GCC unroll 6
-      for (int r = 0; r < ROWS; ++r) {
-        sum[r][p][0] += x[r * d_in + i] * left;
-        sum[r][p][1] += x[r * d_in + i] * right;
-      }
-    }
+  multiply({x, d_in, 1}, panels, d_in, sum);
   for (int r = 0; r < ROWS; ++r) {
     if (scale)
       for (int p = 0; p < PANELS; ++p)
@@ -58,10 +32,9 @@ void tile(const float* x, const Weight* panels, const float* scale, float* y, in
 
 template <typename Weight>
 void product(const float* x, const Weight* panels, const float* scale, float* y, int rows, int d_in, int d_out) {
-  constexpr int GROUP = 4 * PANEL;  // outputs that stay in the nearest cache while all rows pass
-  torch::stable::parallel_for(0, (d_out + GROUP - 1) / GROUP, 1, [&](int64_t begin, int64_t end) {
-    for (int first = begin * GROUP; first < std::min<int64_t>(d_out, end * GROUP); first += GROUP) {
-      const int last = std::min(d_out, first + GROUP);
+  torch::stable::parallel_for(0, up_to(d_out, TOGETHER) / TOGETHER, 1, [&](int64_t begin, int64_t end) {
+    for (int first = begin * TOGETHER; first < std::min<int64_t>(d_out, end * TOGETHER); first += TOGETHER) {
+      const int last = std::min(d_out, first + TOGETHER);
       int row = 0;
       auto pass = [&]<int ROWS, int PANELS>() {
         for (; row + ROWS <= rows; row += ROWS)
@@ -78,9 +51,12 @@ void product(const float* x, const Weight* panels, const float* scale, float* y,
   });
 }
 
+// Outputs whose weights lie side by side, and to a multiple of how many weights are filled up.
+std::tuple<int64_t, int64_t> layout() { return {PANEL, TOGETHER}; }
+
 Tensor linear(const Tensor& x, const Tensor& panels, std::optional<Tensor> scale, int64_t d_out) {
   STD_TORCH_CHECK(x.is_contiguous() && panels.is_contiguous() && panels.size(0) * PANEL >= d_out &&
-                  panels.size(0) % 4 == 0 && panels.size(1) == x.size(1) && panels.size(2) == PANEL,
+                  panels.size(0) * PANEL % TOGETHER == 0 && panels.size(1) == x.size(1) && panels.size(2) == PANEL,
                   "the rows do not fit the panels of weights");
   Tensor y = torch::stable::new_empty(x, {x.size(0), d_out});
   auto in = static_cast<const float*>(x.data_ptr());
@@ -145,9 +121,12 @@ Tensor attend(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& m
 }  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(inkling, library) {
+  library.def("layout() -> (int, int)");
   library.def("linear(Tensor x, Tensor panels, Tensor? scale, int d_out) -> Tensor");
   library.def("attend(Tensor q, Tensor k, Tensor v, Tensor mask) -> Tensor");
 }
+
+STABLE_TORCH_LIBRARY_IMPL(inkling, CompositeExplicitAutograd, library) { library.impl("layout", TORCH_BOX(&layout)); }
 
 STABLE_TORCH_LIBRARY_IMPL(inkling, CPU, library) {
   library.impl("linear", TORCH_BOX(&linear));

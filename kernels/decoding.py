@@ -16,8 +16,6 @@ from torch import Tensor, nn
 
 from kernels import build
 
-PANEL = 16  # outputs whose weights lie side by side, as in decoding.cpp
-GROUP = 4 * PANEL  # outputs that it may read at once: weights are filled up to a multiple
 FEW_ROWS = 512  # with more, torch's own product is worth a copy of the weights
 
 
@@ -32,13 +30,14 @@ class DecodeLinear(nn.Module):
         super().__init__()
         weight, scale = linear.weight.detach(), None
         self.d_out, self.with_kernels = len(weight), build.loaded()
-        fill = -len(weight) % GROUP
+        side_by_side, together = torch.ops.inkling.layout() if self.with_kernels else (1, 1)
+        fill = -len(weight) % together
         if int8:
             weight = weight.float()
             scale = (weight.abs().amax(1) / 127).clamp(min=1e-12)
             weight = (weight / scale.unsqueeze(1)).round().to(torch.int8)
             scale = F.pad(scale, (0, fill))
-        panels = rearrange(F.pad(weight, (0, 0, 0, fill)), "(panel out) d -> panel d out", out=PANEL)
+        panels = rearrange(F.pad(weight, (0, 0, 0, fill)), "(panel out) d -> panel d out", out=side_by_side)
         self.register_buffer("panels", panels.contiguous())
         self.register_buffer("scale", scale)
 

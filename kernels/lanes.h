@@ -4,6 +4,9 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#ifdef __AVX2__
+#include <immintrin.h>
+#endif
 
 namespace {
 
@@ -14,6 +17,16 @@ inline Lanes load(const float* x) {
   Lanes lanes;
   std::memcpy(&lanes, x, sizeof lanes);
   return lanes;
+}
+
+inline Lanes load(const int8_t* x) {
+#ifdef __AVX2__  // compilers do not find these two instructions by themselves
+  return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)x)));
+#else
+  Lanes lanes;
+  for (int i = 0; i < LANES; ++i) lanes[i] = x[i];
+  return lanes;
+#endif
 }
 
 inline void store(float* x, Lanes lanes) { std::memcpy(x, &lanes, sizeof lanes); }

@@ -4,9 +4,6 @@
 #pragma once
 #include <algorithm>
 #include <vector>
-#ifdef __AVX2__
-#include <immintrin.h>
-#endif
 #include <torch/csrc/stable/ops.h>
 
 #include "lanes.h"
@@ -23,38 +20,50 @@ struct Matrix {  // a view, transposed or not
   Matrix from(int64_t i, int64_t j) const { return {data + i * row + j * column, row, column}; }
 };
 
-int64_t up_to(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
-
-// A block of `left` with so many rows, times a packed panel: all sums in registers.
-template <int N>
-void tile(Matrix left, const float* panel, int depth, float* out, int64_t out_row, int width, bool add) {
-  Lanes low[N], high[N];  // every loop over them is unrolled: otherwise they would go through memory
-#pragma GCC unroll 6
-  for (int r = 0; r < N; ++r) low[r] = high[r] = Lanes{};
+// ROWS rows of `left` times PANELS packed panels, all sums in registers. Each sum is added up in the order of `depth`,
+// whatever ROWS and PANELS are: a row's result does not depend on its neighbours.
+template <int ROWS, int PANELS, typename Number>
+inline void multiply(Matrix left, const Number* panels, int depth, Lanes (&sum)[ROWS][PANELS][2]) {
+#pragma GCC unroll 6  // every loop over them is unrolled: otherwise they would go through memory
+  for (int r = 0; r < ROWS; ++r)
+#pragma GCC unroll 4
+    for (int p = 0; p < PANELS; ++p) sum[r][p][0] = sum[r][p][1] = Lanes{};
   const float* a = left.data;
 #pragma GCC unroll 4
-  for (int k = 0; k < depth; ++k, a += left.column, panel += PANEL) {
-    const Lanes x = load(panel), y = load(panel + LANES);
+  for (int k = 0; k < depth; ++k, a += left.column, panels += PANEL)
+#pragma GCC unroll 4
+    for (int p = 0; p < PANELS; ++p) {
+      const Number* panel = panels + int64_t(p) * depth * PANEL;
+      const Lanes x = load(panel), y = load(panel + LANES);
 #pragma GCC unroll 6
-    for (int r = 0; r < N; ++r) {
-      low[r] += a[r * left.row] * x;
-      high[r] += a[r * left.row] * y;
+      for (int r = 0; r < ROWS; ++r) {
+        sum[r][p][0] += a[r * left.row] * x;
+        sum[r][p][1] += a[r * left.row] * y;
+      }
     }
-  }
+}
+
+int64_t up_to(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
+
+// A block of `left` with so many rows, times a packed panel.
+template <int N>
+void tile(Matrix left, const float* panel, int depth, float* out, int64_t out_row, int width, bool add) {
+  Lanes sum[N][1][2];
+  multiply(left, panel, depth, sum);
   if (width < PANEL) {
 #pragma GCC unroll 6
     for (int r = 0; r < N; ++r, out += out_row) {
       float row[PANEL];
-      store(row, low[r]);
-      store(row + LANES, high[r]);
+      store(row, sum[r][0][0]);
+      store(row + LANES, sum[r][0][1]);
       for (int j = 0; j < width; ++j) out[j] = add ? out[j] + row[j] : row[j];
     }
     return;
   }
 #pragma GCC unroll 6
   for (int r = 0; r < N; ++r, out += out_row) {
-    store(out, add ? load(out) + low[r] : low[r]);
-    store(out + LANES, add ? load(out + LANES) + high[r] : high[r]);
+    store(out, add ? load(out) + sum[r][0][0] : sum[r][0][0]);
+    store(out + LANES, add ? load(out + LANES) + sum[r][0][1] : sum[r][0][1]);
   }
 }
 
