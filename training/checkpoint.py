@@ -156,7 +156,7 @@ class Sample(TypedDict):
 
 
 class GuardState(TypedDict, total=False):
-    """training.guards.Guard; older ones lack some."""
+    """training.gate.Guard; older ones lack some."""
 
     losses: list[FiniteFloat]
     skip: list[Whole]

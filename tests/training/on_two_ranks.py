@@ -63,6 +63,7 @@ def main(folder: Path, small: list[str]):
         for micro_batch in (1, 2, 4):
             for precision in ("fp32", "bf16"):
                 found[f"{parallel} {micro_batch} {precision}"] = gradients(parallel, micro_batch, precision)
+    found["kept"] = distributed.whole([torch.ones(1)])
     torch.save(found, folder / f"gradients_{rank}.pt")
 
     os.chdir(folder)

@@ -191,6 +191,9 @@ def test_two_ranks_resume_to_the_bit_with_dropout(launched):
 
 
 def test_a_checkpoint_of_ranks_is_like_any_other(launched):
+    """And the first rank alone holds copies for it."""
+    kept = [torch.load(launched / f"gradients_{rank}.pt")["kept"] for rank in (0, 1)]
+    assert kept == [[torch.ones(1)], [None]]
     a, b = (checkpoint.load_training(checkpoint.find(launched / "runs" / name)) for name in ("one", "fsdp"))
     assert a.keys() == b.keys() and len(b["rng"]) == 2
     for i, state in a["optimizer"]["state"].items():
