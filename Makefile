@@ -1,6 +1,6 @@
 # make train    a fresh machine: installs, prepares Shakespeare, trains, prints a sample
 # make test     a fresh machine: installs the test extras, runs the suite
-# make lint     ruff
+# make lint     ruff and mypy
 # Settings for training go into ARGS:  make train ARGS="steps=100 seed=1"
 
 VENV := .venv
@@ -20,6 +20,7 @@ test: $(VENV)/test.stamp
 lint: $(VENV)/test.stamp
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/mypy
 
 clean:
 	rm -rf $(VENV) inkling_lm.egg-info

@@ -6,7 +6,6 @@ from conf import console  # noqa: F401  first: from here on Ctrl-C ends it quiet
 import os
 import sys
 import time
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 
 from conf.entry import entry_point
-from conf.schema import Train, check_warmup
+from conf.schema import Train
 from data.batches import make_batches
 from data.files import naming
 from data.prepare import planned_vocabulary, prepare
@@ -30,7 +29,7 @@ from training.resume import Start, find_start, nothing_left, planned_steps
 from training.sampling import write_sample
 from training.schedule import Due, rate_factor, row_length, row_lengths
 from training.state import TrainState
-from training.step import look, train_step
+from training.step import Step, look, train_step
 
 
 @entry_point("train", Train)
@@ -50,7 +49,7 @@ def train(cfg: Train, folder: Path, group: str | None = None) -> int:
     `folder` is that of this run, `group` the name of its sweep.
     """
     if cfg.dry_run:
-        print(estimate.report(asdict(cfg), *planned_vocabulary(asdict(cfg.data), asdict(cfg.tokenizer))))
+        print(estimate.report(cfg, *planned_vocabulary(cfg.data, cfg.tokenizer)))
         return 0
     began, folder = time.monotonic(), distributed.broadcast(folder)
     with checkpoints.taken(folder, distributed.rank() == 0), naming(folder):
@@ -64,13 +63,13 @@ def train(cfg: Train, folder: Path, group: str | None = None) -> int:
 
 def run(cfg: Train, folder: Path, group: str | None, began: float, start: Start) -> int:
     # --- the text ---
-    corpus = prepare(asdict(cfg.data), asdict(cfg.tokenizer), known=start.known)
+    corpus = prepare(cfg.data, cfg.tokenizer, known=start.known)
     corpus.check_length(cfg.seq_len)
     rows, rank, ranks = cfg.batch_tokens // cfg.seq_len, distributed.rank(), distributed.size()
     batches = make_batches(corpus, rows, cfg.seq_len, cfg.seed, cfg.packing, rank, ranks, start.batch_order)
     start.check_corpus(corpus, cfg)
     steps = planned_steps(cfg, start, batches)
-    check_warmup(cfg.schedule, steps)
+    cfg.schedule.check_steps(steps)
     if nothing_left(cfg, steps, start):
         return 0
     end = min(steps, cfg.stop_after or steps)
@@ -83,7 +82,7 @@ def run(cfg: Train, folder: Path, group: str | None, began: float, start: Start)
     epochs = batches.epoch(end) - batches.epoch(start.step)
     announce(cfg, folder, corpus, engine, end - start.step, epochs, lengths)
     engine.prepare(batches.batch(start.step), lengths, try_sizes=cfg.micro_batch == "auto" and not start.saved)
-    state = TrainState.build(engine, cfg, start.step)
+    state = TrainState.build(engine, cfg.optimizer, cfg, cfg.seed, start.step)
     start.restore(state, cfg)
     state.guard.leave_out(*cfg.skip_batches)
 
@@ -95,13 +94,14 @@ def run(cfg: Train, folder: Path, group: str | None, began: float, start: Start)
     ):
         if cfg.on_spike == "rollback":
             saver.ensure(state)  # something to go back to
-        stream, pending, reason, patient = batches.stream(state.step, end, engine.device), [], 0, True
+        stream, reason, patient = batches.stream(state.step, end, engine.device), 0, True
+        pending: list[Step] = []
         while state.step < end and patient:
             if not pending and (reason := interrupted.requested(state.step)):
                 break
             count, batch = next(stream)
             due, length = Due.after(state.step + 1, cfg.every, steps, end), length_at(state.step)
-            factor = rate_factor(state.step, steps, **asdict(cfg.schedule))
+            factor = rate_factor(state.step, steps, cfg.schedule)
             if length != length_at(max(0, state.step - 1)):
                 state.gate.forget()
             pending.append(train_step(engine, state, batch, count, factor, cfg.optimizer.clip, length, due.row))

@@ -1,1 +1,1 @@
-"""Settings: values in YAML, their types and rules in schema.py, what the entry points share in entry.py."""
+"""Settings: values in YAML, what there is in schema.py and scripts.py, what the entry points share in entry.py."""

@@ -12,6 +12,7 @@ import re
 import select
 import signal
 import sys
+from typing import Any
 
 STDOUT = "standard output"  # as the file of an OSError
 GONE = (errno.EPIPE, errno.EIO)  # a reader, a terminal
@@ -60,7 +61,8 @@ class Output(io.FileIO):
 
     def __init__(self, descriptor: int, needed: bool = False, note: str = ""):
         super().__init__(descriptor, "wb", closefd=False)
-        self.needed, self.note, self.error = needed, note, None
+        self.needed, self.note = needed, note
+        self.error: OSError | None = None
 
     def write(self, data) -> int:
         try:
@@ -91,7 +93,8 @@ def guard_output(needed: bool = False, note: str = ""):
     if sys.stdin is None:
         sys.stdin = open(os.devnull, encoding="utf-8")  # noqa: SIM115
     for name, number in (("stderr", 2), ("stdout", 1)):
-        stream, how = getattr(sys, name), {"encoding": "utf-8", "errors": "backslashreplace"}
+        stream = getattr(sys, name)
+        how: dict[str, Any] = {"encoding": "utf-8", "errors": "backslashreplace"}
         if stream is not None:
             try:
                 if stream.fileno() != number:

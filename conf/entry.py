@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -26,7 +27,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from conf import console, resumed
 from conf.overrides import readable
-from conf.schema import check_rules, parse, setting_names, unknown_key
+from conf.parsing import parse, setting_names, unknown_key
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 MAKERS = ("train", "prepare", "import_hf")  # they make a folder; what the others make is what they print
@@ -119,16 +120,15 @@ def entry_point(config_name: str, schema: type, actions: tuple[str, ...] = ()) -
             begun, failed, process = [], {}, os.getpid()  # of several runs: their numbers, and exit codes
 
             def checked_run(composed: DictConfig):  # submitit pickles it with all that it refers to
-                begun.append(HydraConfig.get().job.get("num"))
+                begun.append(HydraConfig.get().job.num if several else None)
                 try:
                     if config_name == "train":
                         composed = _resumed(composed, schema)
-                    cfg = parse(composed, schema)
+                    cfg: Any = parse(composed, schema)
                     if text is not None:
                         if not hasattr(cfg, "prompt"):
                             raise ValueError(f"text after -- has no use here, got {text!r}")
                         cfg = replace(cfg, prompt=text)
-                        check_rules(cfg)
                     run(cfg, action) if actions else run(cfg)
                     sys.stdout.flush()
                     if not makes:
@@ -182,10 +182,10 @@ def _resumed(composed: DictConfig, schema: type) -> DictConfig:
     job, resume = HydraConfig.get(), OmegaConf.select(composed, "resume")
     if resume is None:
         return composed
-    run = Path(job.runtime.output_dir)
-    if resume == "auto" and int(os.environ.get("RANK", 0)) > 0 and not resumed.has_checkpoints(run):
-        run = newest_run(composed.name) or run  # that of rank 0
-    run = resumed.run_of(str(run if resume == "auto" else resume))
+    folder = Path(job.runtime.output_dir)
+    if resume == "auto" and int(os.environ.get("RANK", 0)) > 0 and not resumed.has_checkpoints(folder):
+        folder = newest_run(composed.name) or folder  # that of rank 0
+    run = resumed.run_of(str(folder if resume == "auto" else resume))
     if run is None or not resumed.has_checkpoints(run):
         return composed
     return resumed.with_its_own(composed, list(job.overrides.task), run, schema)

@@ -5,7 +5,8 @@ https://hydra.cc/docs/1.3/advanced/override_grammar/basic/ says what it takes wi
 
 import re
 import shlex
-from dataclasses import fields, is_dataclass
+from dataclasses import is_dataclass
+from typing import Any, get_type_hints
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, Quote, QuotedString
@@ -93,9 +94,10 @@ def _as_item(item: str) -> str:
 
 def _is_text(name: str, schema: type) -> bool:
     """Whether the setting is any text: neither a number, nor one of some words, nor a group of settings."""
+    kind: Any = schema
     for part in name.lstrip("+").split("."):
-        found = {field.name: field for field in fields(schema)} if is_dataclass(schema) else {}
+        found = get_type_hints(kind) if is_dataclass(kind) else {}
         if part not in found:
             return False
-        field, schema = found[part], found[part].type
-    return schema in (str, str | None) and "choices" not in field.metadata
+        kind = found[part]
+    return kind in (str, str | None)

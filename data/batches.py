@@ -91,8 +91,8 @@ class Windows:
     def rows(self, ordinals: np.ndarray) -> dict[str, np.ndarray]:
         """Of ordinals in ascending order."""
         blocks = ordinals // self.block  # many starts at once cost little more than a few
-        starts = [self._of_block(i)[ordinals[blocks == i] % self.block] for i in np.unique(blocks).tolist()]
-        starts = np.concatenate(starts)
+        parts = [self._of_block(i)[ordinals[blocks == i] % self.block] for i in np.unique(blocks).tolist()]
+        starts = np.concatenate(parts)
         rows = self.tokens.windows(starts, self.seq_len + 1)
         if self.tokens.learned is None:
             return {"tokens": rows[:, :-1], "targets": rows[:, 1:]}

@@ -7,15 +7,9 @@ import numpy as np
 from data.tokenizer import Tokenizer
 
 ANSWERS = "assistant"  # the role whose turns are learned
-COLUMNS = ("messages_column", "prompt_column", "answer_column")
 
 Turns = list[tuple[str, str]]  # of (role, content)
 Spans = tuple[tuple[int, int], ...]  # of characters, from one to the one before another
-
-
-def columns(data: dict) -> dict[str, str]:
-    """The settings that make rows conversations, with the columns that they name; empty for plain text."""
-    return {f"data.{name}": data[name] for name in COLUMNS if data.get(name) is not None}  # older ones lack them
 
 
 def turns(messages, template: dict[str, str], where: str, text: Callable[[object, str], str]) -> Turns:

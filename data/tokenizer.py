@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Literal, NotRequired
+from typing import Annotated, Any, Literal, NotRequired
 
 import numpy as np
 from pydantic import Discriminator, Field
@@ -34,6 +34,7 @@ class Tokenizer(ABC):
     vocab_size: int
     end_of_text: int
     lossless = True  # the bytes of the ids are those of the text, whatever it is
+    special: dict[str, int]  # ids by name; the first is end-of-text
     parse_special = False  # a name of a special token in a text becomes that token
 
     @abstractmethod
@@ -317,7 +318,8 @@ def named_encoding(name: str, parse_special: bool = False) -> BPETokenizer:
 
     if name not in tiktoken.list_encoding_names():
         raise ValueError(f"tiktoken has no encoding {name}: there are {', '.join(tiktoken.list_encoding_names())}")
-    original, tiktoken.load.read_file = tiktoken.load.read_file, read
+    loading: Any = tiktoken.load
+    original, loading.read_file = loading.read_file, read
     try:
         encoding = tiktoken.get_encoding(name)
     except requests.RequestException as error:
@@ -329,7 +331,7 @@ def named_encoding(name: str, parse_special: bool = False) -> BPETokenizer:
             f"as {place}, or take tokenizer=bpe, bytes or chars, which need no network"
         ) from error
     finally:
-        tiktoken.load.read_file = original
+        loading.read_file = original
     ranks = [b""] * (max(encoding._mergeable_ranks.values()) + 1)
     for token, rank in encoding._mergeable_ranks.items():
         ranks[rank] = token
@@ -447,20 +449,20 @@ class JSONDecoder(Decoder):
     def __init__(self, tokenizer: JSONTokenizer, after: list[int]):
         from tokenizers.decoders import DecodeStream
 
-        self.tokenizer, self.seen = tokenizer, tokenizer.without_hidden(after)
+        self.json, self.seen = tokenizer, tokenizer.without_hidden(after)
         self.pieces = DecodeStream(ids=self.seen, skip_special_tokens=False)
         self.sent = len(tokenizer.decode(after))
 
     def push(self, token: int) -> str:
-        if token in self.tokenizer.hidden:
+        if token in self.json.hidden:
             return ""
         self.seen.append(token)
-        piece = self.pieces.step(self.tokenizer.tokenizer, token) or ""
+        piece = self.pieces.step(self.json.tokenizer, token) or ""
         self.sent += len(piece)
         return piece
 
     def end(self) -> str:
-        return self.tokenizer.decode(self.seen)[self.sent :]
+        return self.json.decode(self.seen)[self.sent :]
 
 
 def read_json(path: str | Path, beginning: str | None, end_of_text: str, parse_special: bool = False) -> JSONTokenizer:

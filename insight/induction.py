@@ -17,7 +17,7 @@ import math
 import torch
 from torch import Tensor
 
-from model import GPT
+from model import GPT, ModelConfig
 
 SHARPNESS = 20.0  # by how much the score of the key that a head looks for lies above all others
 CONFIDENCE = 10.0  # by how much the logit of the answer lies above all others
@@ -35,7 +35,7 @@ def induction_model(vocab_size: int, max_seq_len: int) -> GPT:
     n_heads, width = 2, 3 * vocab_size + max_seq_len
     d_model = n_heads * max(math.ceil(width / n_heads), vocab_size, max_seq_len)
     shape = {"d_model": d_model, "n_layers": 2, "n_heads": n_heads, "d_ff": 1, "max_seq_len": max_seq_len}
-    model = GPT(vocab_size, **shape, positions="learned", feed_forward="relu2").eval()
+    model = GPT(vocab_size, ModelConfig(**shape, positions="learned", feed_forward="relu2")).eval()
     for parameter in model.parameters():
         parameter.zero_()
     token, place, before, answer, _ = torch.arange(d_model).split(

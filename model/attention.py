@@ -47,21 +47,10 @@ class CausalMultiHeadAttention(nn.Module):
     ):
         super().__init__()
         n_kv_heads = n_heads if n_kv_heads is None else n_kv_heads
-        if n_heads < 1 or n_kv_heads < 1:
-            raise ValueError(f"n_heads and n_kv_heads must be at least 1, got {n_heads} and {n_kv_heads}")
-        if d_model % n_heads:
-            raise ValueError(f"d_model must be a multiple of n_heads, got {d_model} and {n_heads}")
-        if n_heads % n_kv_heads:
-            raise ValueError(f"n_heads must be a multiple of n_kv_heads, got {n_heads} and {n_kv_heads}")
-        if use_rope and max_seq_len is None:
-            raise ValueError("use_rope needs max_seq_len, the number of positions to tabulate, got None")
+        check_heads(d_model, n_heads, n_kv_heads, use_rope)
         if soft_cap is not None and not 0 < soft_cap < math.inf:
             raise ValueError(f"soft_cap must be above 0 and finite, or None, got {soft_cap}")
         d_head = d_model // n_heads
-        if use_rope and d_head % 2:
-            raise ValueError(
-                f"RoPE turns pairs of dimensions: d_model / n_heads must be even, got {d_model} / {n_heads} = {d_head}"
-            )
         self.ops = TORCH
         self.n_heads, self.n_kv_heads, self.soft_cap, self.dropout = n_heads, n_kv_heads, soft_cap, dropout
         self.wq = nn.Linear(d_model, n_heads * d_head, bias=False)
@@ -72,6 +61,8 @@ class CausalMultiHeadAttention(nn.Module):
         self.k_norm = RMSNorm(d_head, norm_eps) if qk_norm else None
         self.rope = None
         if use_rope:
+            if max_seq_len is None:
+                raise ValueError("use_rope needs max_seq_len, the number of positions to tabulate, got None")
             self.rope = RotaryPositionalEmbedding(theta, d_head, max_seq_len, pairing, rope_scaling, rope_factor)
 
     def forward(
@@ -104,6 +95,20 @@ class CausalMultiHeadAttention(nn.Module):
             mask = _fit_mask(mask, (*q.shape[:3], k.shape[2]))
         y, _ = self.ops.attention(q, k, v, mask, bias, self.soft_cap, self.dropout if self.training else 0.0)
         return self.wo(rearrange(y, "b h s d -> b s (h d)"))
+
+
+def check_heads(d_model: int, n_heads: int, n_kv_heads: int, use_rope: bool):
+    """ValueError unless the heads share the width evenly, query heads the key/value heads, and RoPE finds pairs."""
+    if n_heads < 1 or n_kv_heads < 1:
+        raise ValueError(f"n_heads and n_kv_heads must be at least 1, got {n_heads} and {n_kv_heads}")
+    if d_model % n_heads:
+        raise ValueError(f"d_model must be a multiple of n_heads, got {d_model} and {n_heads}")
+    if n_heads % n_kv_heads:
+        raise ValueError(f"n_heads must be a multiple of n_kv_heads, got {n_heads} and {n_kv_heads}")
+    if use_rope and (d_head := d_model // n_heads) % 2:
+        raise ValueError(
+            f"RoPE turns pairs of dimensions: d_model / n_heads must be even, got {d_model} / {n_heads} = {d_head}"
+        )
 
 
 def _fit_mask(mask: Tensor, shape: tuple[int, int, int, int]) -> Tensor:

@@ -44,4 +44,4 @@ class ReLU2(nn.Module):
         return self.down(relu(self.up(x)).square())
 
 
-FEED_FORWARDS = {"swiglu": SwiGLU, "gelu": GELU, "relu2": ReLU2}
+FEED_FORWARDS: dict[str, type[nn.Module]] = {"swiglu": SwiGLU, "gelu": GELU, "relu2": ReLU2}

@@ -56,6 +56,14 @@ def keep_min_p(logits: Tensor, p: float) -> Tensor:
     return logits.masked_fill(logits < logits.amax(-1, keepdim=True) + math.log(p), -math.inf)
 
 
+def check_temperature(temperature: float):
+    """ValueError for one that is neither 0 nor large enough to divide by."""
+    if temperature == math.inf:
+        raise ValueError("temperature must be finite, got inf")
+    if temperature != 0 and not temperature >= 1e-5:
+        raise ValueError(f"temperature must be 0, or at least 1e-5, got {temperature}")
+
+
 @dataclass(frozen=True)
 class Sampling:
     """How a token is drawn, in this order; ValueError for what makes no sense.
@@ -73,8 +81,7 @@ class Sampling:
     frequency_penalty: float = 0.0
 
     def __post_init__(self):
-        if self.temperature != 0 and not 1e-5 <= self.temperature < math.inf:
-            raise ValueError(f"temperature must be 0, or at least 1e-5 and finite, got {self.temperature}")
+        check_temperature(self.temperature)
         if self.top_k is not None and self.top_k < 1:
             raise ValueError(f"top_k must be 1 or more, got {self.top_k}")
         for name in ("top_p", "min_p"):

@@ -2,6 +2,8 @@
 
 import copy
 import math
+from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -9,12 +11,12 @@ from torch.utils.checkpoint import checkpoint
 
 from model.attention import CausalMultiHeadAttention
 from model.cache import KVCache, LayerCache
+from model.config import ModelConfig
 from model.feed_forward import FEED_FORWARDS
 from model.functional import attention_mask
 from model.norm import NORMS
 from model.ops import TORCH, Ops
 from model.positions import (
-    SCHEMES,
     ALiBi,
     LearnedPositionalEmbedding,
     SinusoidalPositionalEmbedding,
@@ -36,23 +38,28 @@ class Dropout(nn.Dropout):
 class Block(nn.Module):
     """x + attention(norm(x)), then x + feed_forward(norm(x)): pre-norm, as in GPT-2."""
 
-    def __init__(
-        self,
-        d_model: int,
-        d_ff: int,
-        norm: str,
-        norm_eps: float,
-        feed_forward: str,
-        dropout: float,
-        attention_dropout: float,
-        **attention,
-    ):
+    def __init__(self, config: ModelConfig):
         super().__init__()
-        self.attention_norm = NORMS[norm](d_model, norm_eps)
-        self.attention = CausalMultiHeadAttention(d_model, norm_eps=norm_eps, dropout=attention_dropout, **attention)
-        self.feed_forward_norm = NORMS[norm](d_model, norm_eps)
-        self.feed_forward = FEED_FORWARDS[feed_forward](d_model, d_ff)
-        self.dropout = Dropout(dropout)
+        norm = partial(NORMS[config.norm], config.d_model, config.norm_eps)
+        self.attention_norm = norm()
+        self.attention = CausalMultiHeadAttention(
+            config.d_model,
+            config.n_heads,
+            config.positions == "rope",
+            config.max_seq_len,
+            config.theta,
+            pairing=config.pairing,
+            rope_scaling=config.rope_scaling,
+            rope_factor=config.rope_factor,
+            n_kv_heads=config.n_kv_heads,
+            qk_norm=config.qk_norm,
+            norm_eps=config.norm_eps,
+            soft_cap=config.soft_cap,
+            dropout=config.dropout if config.attention_dropout is None else config.attention_dropout,
+        )
+        self.feed_forward_norm = norm()
+        self.feed_forward = FEED_FORWARDS[config.feed_forward](config.d_model, config.d_ff)
+        self.dropout = Dropout(config.dropout)
 
     def forward(
         self, x: Tensor, token_positions: Tensor, mask: Tensor | None, cache: LayerCache | None, bias: Tensor | None
@@ -82,105 +89,30 @@ class GPT(nn.Module):
 
     Args:
         vocab_size: the tokenizer's.
-        d_model, n_layers, n_heads, n_kv_heads, d_ff: the shape; n_kv_heads None means n_heads.
-        max_seq_len: how far positions reach.
-        positions: "rope", "learned", "sinusoidal", "alibi" or "none", see model/positions.py.
-        theta, pairing, rope_scaling, rope_factor: RoPE's, see RotaryPositionalEmbedding.
-        norm, norm_eps: "rmsnorm" or "layernorm", see model/norm.py.
-        feed_forward: "swiglu", "gelu" or "relu2", see model/feed_forward.py.
-        qk_norm, soft_cap: RMSNorm on queries and keys, a bound on the scores; see CausalMultiHeadAttention.
-        window: a token sees itself and the window - 1 before it only; None: all before it.
-        dropout: on embeddings and both residual branches.
-        attention_dropout: on the attention weights; None: as much as `dropout`.
-        tied: the head shares the embedding's matrix.
-        embedding_norm: a norm behind the embedding, whose rows then begin as long as it makes them, unless tied.
-        zero_init: what writes into the residual stream begins at zero, and the head unless it is tied: a new model
-            finds every token equally likely.
-        vocab_multiple: rows of embedding and head, filled up to a multiple of it for speed. No logit comes out of the
-            rows too many, and no token of a tokenizer looks them up.
+        config: everything else, see model/config.py.
     """
 
-    def __init__(
-        self,
-        vocab_size: int,
-        d_model: int,
-        n_layers: int,
-        n_heads: int,
-        d_ff: int,
-        max_seq_len: int,
-        *,
-        n_kv_heads: int | None = None,
-        positions: str = "rope",
-        theta: float = 10000.0,
-        pairing: str = "half",
-        rope_scaling: str | None = None,
-        rope_factor: float = 1.0,
-        norm: str = "rmsnorm",
-        norm_eps: float = 1e-6,
-        feed_forward: str = "swiglu",
-        qk_norm: bool = False,
-        soft_cap: float | None = None,
-        window: int | None = None,
-        dropout: float = 0.0,
-        attention_dropout: float | None = None,
-        tied: bool = False,
-        embedding_norm: bool = False,
-        zero_init: bool = False,
-        vocab_multiple: int = 1,
-    ):
-        attention_dropout = dropout if attention_dropout is None else attention_dropout
-        arguments = dict(locals())
-        del arguments["self"], arguments["__class__"]
+    def __init__(self, vocab_size: int, config: ModelConfig):
         super().__init__()
-        for name, choices in (("positions", SCHEMES), ("norm", NORMS), ("feed_forward", FEED_FORWARDS)):
-            if arguments[name] not in choices:
-                raise ValueError(f"{name} must be one of {', '.join(choices)}, got {arguments[name]}")
-        for name in ("vocab_size", "d_model", "n_layers", "d_ff", "max_seq_len", "window", "vocab_multiple"):
-            if arguments[name] is not None and arguments[name] < 1:
-                raise ValueError(f"{name} must be at least 1, got {arguments[name]}")
-        if positions != "rope" and (rope_scaling is not None or rope_factor != 1):
-            raise ValueError(
-                f"rope_scaling and rope_factor need positions=rope, got {rope_scaling}, {rope_factor} and {positions}"
-            )
-        # what GPT(**arguments) needs to build this model again; a checkpoint keeps it
-        self.arguments = arguments
-        self.ops = TORCH
-        self.vocab_size, self.max_seq_len, self.window = vocab_size, max_seq_len, window
-        rows = math.ceil(vocab_size / vocab_multiple) * vocab_multiple
+        if vocab_size < 1:
+            raise ValueError(f"vocab_size must be at least 1, got {vocab_size}")
+        self.config, self.ops = config, TORCH
+        self.vocab_size, self.max_seq_len, self.window = vocab_size, config.max_seq_len, config.window
+        d_model, norm = config.d_model, partial(NORMS[config.norm], config.d_model, config.norm_eps)
+        rows = math.ceil(vocab_size / config.vocab_multiple) * config.vocab_multiple
         self.embedding = nn.Embedding(rows, d_model)
-        self.embedding_norm = NORMS[norm](d_model, norm_eps) if embedding_norm else None
+        self.embedding_norm = norm() if config.embedding_norm else None
         self.position_embedding = None
-        if positions == "learned":
-            self.position_embedding = LearnedPositionalEmbedding(d_model, max_seq_len)
-        elif positions == "sinusoidal":
-            self.position_embedding = SinusoidalPositionalEmbedding(d_model, max_seq_len)
-        self.dropout = Dropout(dropout)
-        self.blocks = nn.ModuleList(
-            Block(
-                d_model,
-                d_ff,
-                norm,
-                norm_eps,
-                feed_forward,
-                dropout,
-                attention_dropout,
-                n_heads=n_heads,
-                n_kv_heads=n_kv_heads,
-                use_rope=positions == "rope",
-                max_seq_len=max_seq_len,
-                theta=theta,
-                pairing=pairing,
-                rope_scaling=rope_scaling,
-                rope_factor=rope_factor,
-                qk_norm=qk_norm,
-                soft_cap=soft_cap,
-            )
-            for _ in range(n_layers)
-        )
-        self.alibi = ALiBi(n_heads) if positions == "alibi" else None  # whose heads a block has checked
-        self.norm = NORMS[norm](d_model, norm_eps)
+        if config.positions == "learned":
+            self.position_embedding = LearnedPositionalEmbedding(d_model, config.max_seq_len)
+        elif config.positions == "sinusoidal":
+            self.position_embedding = SinusoidalPositionalEmbedding(d_model, config.max_seq_len)
+        self.dropout = Dropout(config.dropout)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layers))
+        self.alibi = ALiBi(config.n_heads) if config.positions == "alibi" else None
+        self.norm = norm()
         self.head = nn.Linear(d_model, rows, bias=False)
-        if tied:
+        if config.tied:
             self.head.weight = self.embedding.weight
         self.initialise()
 
@@ -190,14 +122,14 @@ class GPT(nn.Module):
         The latter is GPT-2's; the width of the rest makes 0.018 at its size, near its 0.02, and grows as models shrink.
         With zero_init they are zero ("Fixup Initialization", 2019), and a head of its own is, too.
         """
-        zero, std = self.arguments["zero_init"], 0.5 / math.sqrt(self.arguments["d_model"])
+        zero, std = self.config.zero_init, 0.5 / math.sqrt(self.config.d_model)
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
                 nn.init.normal_(module.weight, std=std)
         for block in self.blocks:
             for matrix in (block.attention.wo, block.feed_forward.down):
                 nn.init.normal_(matrix.weight, std=0.0 if zero else std / math.sqrt(2 * len(self.blocks)))
-        if self.arguments["tied"]:
+        if self.config.tied:
             return  # one matrix cannot begin both ways
         if self.embedding_norm is not None:
             nn.init.normal_(self.embedding.weight)
@@ -226,7 +158,7 @@ class GPT(nn.Module):
         """
         self._check(tokens, token_positions, padding, documents, cache)
         if cache is not None:
-            cache.reserve(*tokens.shape, tokens.device)
+            cache.reserve(len(tokens), tokens.shape[1], tokens.device)
         x = self.hidden(tokens, token_positions, padding, documents, cache, at)
         if cache is not None:
             cache.advance(tokens.shape[1])
@@ -314,20 +246,17 @@ class GPT(nn.Module):
         """
         if n <= self.max_seq_len:
             return self
-        if self.arguments["positions"] != "rope":
+        if self.config.positions != "rope":
             raise ValueError(
                 f"only positions=rope can be extended to {n} tokens, beyond max_seq_len {self.max_seq_len}, "
-                f"got {self.arguments['positions']}"
+                f"got {self.config.positions}"
             )
         times = 2 ** math.ceil(math.log2(n / self.max_seq_len))
         shared = {id(tensor): tensor for tensor in (*self.parameters(), *self.buffers())}
         longer = copy.deepcopy(self, shared)
         longer.max_seq_len *= times
-        longer.arguments |= {
-            "max_seq_len": longer.max_seq_len,
-            "rope_scaling": self.arguments["rope_scaling"] or "yarn",
-            "rope_factor": self.arguments["rope_factor"] * times,
-        }
+        scaling, factor = self.config.rope_scaling or "yarn", self.config.rope_factor * times
+        longer.config = replace(self.config, max_seq_len=longer.max_seq_len, rope_scaling=scaling, rope_factor=factor)
         for block in longer.blocks:
             block.attention.rope = block.attention.rope.stretched(times)
         return longer

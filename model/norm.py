@@ -1,5 +1,7 @@
 """What keeps the residual stream in range: one of these before every branch."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -32,4 +34,4 @@ class LayerNorm(nn.Module):
         return layer_norm(x, self.gain, self.bias, self.eps)
 
 
-NORMS = {"rmsnorm": RMSNorm, "layernorm": LayerNorm}
+NORMS: dict[str, Callable[..., nn.Module]] = {"rmsnorm": RMSNorm, "layernorm": LayerNorm}

@@ -14,8 +14,9 @@ from rich.progress import track
 from torch import Tensor
 
 from conf.entry import check_output, entry_point
-from conf.schema import Doctor
+from conf.scripts import Doctor
 from data.corpus import learned_from, open_corpus
+from data.files import check_shape
 from data.prepare import corpus_folder, prepare
 from data.tokenizer import Tokenizer, load_tokenizer
 from insight import doctor
@@ -25,7 +26,7 @@ from model import GPT, generate
 from training import auto, checkpoint
 from training.backend import choose_ops
 from training.gradients import compute_gradients, gradient_norm
-from training.optimizer import build_optimizer
+from training.optimizer import OptimizerConfig, build_optimizer
 from training.step import update
 
 ROWS = 8  # of the batch that is looked at
@@ -65,17 +66,13 @@ def examine(patient: Patient, json_file: str | None = None) -> list[Finding]:
 
 def new_model(cfg: Doctor) -> Patient:
     """The model that train.py would begin with, and the first rows of its text."""
-    corpus = prepare(asdict(cfg.data), asdict(cfg.tokenizer))
+    corpus = prepare(cfg.data, cfg.tokenizer)
     corpus.check_length(cfg.seq_len)
     torch.manual_seed(cfg.seed)
     device = auto.choose_device(cfg.device)
-    model = GPT(corpus.tokenizer.vocab_size, **asdict(cfg.model)).to(device).eval()
+    model = GPT(corpus.tokenizer.vocab_size, cfg.model).to(device).eval()
     choices = auto.choose(
-        precision=cfg.precision,
-        kernels=cfg.kernels,
-        compile=cfg.compile,
-        attention=cfg.attention,
-        micro_batch=cfg.micro_batch,
+        cfg,
         device=device,
         rows=cfg.batch_tokens // cfg.seq_len,
         seq_len=cfg.seq_len,
@@ -95,7 +92,7 @@ def new_model(cfg: Doctor) -> Patient:
         tokenizer=corpus.tokenizer,
         text=corpus.tokenizer.decode(ids.tolist())[:CHARACTERS],
         fingerprint=corpus.manifest["tokenizer"],
-        start_training=training_by(asdict(cfg.optimizer)),
+        start_training=training_by(cfg.optimizer),
         progress=progress,
     )
 
@@ -115,7 +112,9 @@ def trained_model(path: str, device: str) -> Patient:
     if (folder / "training.pt").exists():
         checkpoint.check(folder)
         saved = checkpoint.load_training(folder)
-        settings = saved["config"]["optimizer"]
+        others = dict.fromkeys(("lr_embedding", "lr_head", "lr_gain"), saved["config"]["optimizer"]["lr"])
+        known = others | saved["config"]["optimizer"]  # the first runs had but lr
+        settings = check_shape(known, OptimizerConfig, f"optimizer in {folder / 'training.pt'}")
         use_what_trains(model, saved["choices"]["attention"], saved["choices"]["kernels"])
     print(f"checkpoint  {folder}, {about['step']} steps")
     print(f"text        {where}\n")
@@ -139,12 +138,11 @@ def use_what_trains(model: GPT, attention: str, kernels: bool):
 
 def held_out_text(about: dict, checkpoint_folder: Path, tokenizer: Tokenizer) -> tuple[str | None, Tensor | None, str]:
     """(text, its ids by the checkpoint's own tokenizer, where it is from); None for what is not here."""
-    if about.get("data") is None or "tokenizer" not in about:
+    if (settings := checkpoint.text_of(about, checkpoint_folder)) is None:
         return None, None, "written by the model: it names none"
-    checkpoint.check_text(about, checkpoint_folder)
     known, why = learned_from(about, checkpoint_folder), None
     try:
-        folder = corpus_folder(about["data"], about["tokenizer"], Path("corpora"))
+        folder = corpus_folder(*settings, Path("corpora"))
         corpus = open_corpus(folder) if folder.exists() else known and known.find()
         why = f"{folder} is not here, scripts.prepare makes it"
     except ValueError as error:
@@ -167,23 +165,18 @@ def rows(ids: Tensor, seq_len: int) -> tuple[Tensor, Tensor]:
     return ids[: b * seq_len].view(b, seq_len), ids[1 : b * seq_len + 1].view(b, seq_len)
 
 
-def training_by(settings: dict) -> Callable[[GPT], Callable[[Tensor, Tensor], float]]:
-    """start(model) -> step(tokens, targets) -> loss: training as train.py does it, at the peak of the rate.
-
-    `settings` is the group `optimizer`.
-    """
+def training_by(config: OptimizerConfig) -> Callable[[GPT], Callable[[Tensor, Tensor], float]]:
+    """start(model) -> step(tokens, targets) -> loss: training as train.py does it, at the peak of the rate."""
 
     def start(model: GPT) -> Callable[[Tensor, Tensor], float]:
-        others = dict.fromkeys(("lr_embedding", "lr_head", "lr_gain"), settings["lr"])  # where only lr was known
-        others |= {name: value for name, value in settings.items() if name != "clip"}
-        optimizer = build_optimizer(model, **others)
+        optimizer = build_optimizer(model, config)
         scaler = torch.amp.GradScaler(enabled=False)
 
         def step(tokens: Tensor, targets: Tensor) -> float:
             batch, count = {"tokens": tokens, "targets": targets}, targets.numel()
             whole = {"micro_batch": len(tokens), "count": count, "autocast": nullcontext()}
             loss = compute_gradients(model, scaler, batch, **whole)
-            update(optimizer, scaler, factor=1.0, norm=gradient_norm(optimizer, scaler), clip=settings["clip"])
+            update(optimizer, scaler, factor=1.0, norm=gradient_norm(optimizer, scaler), clip=config.clip)
             return loss.item() / count
 
         return step

@@ -4,7 +4,6 @@ import json
 import math
 import sys
 from collections.abc import Callable
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
@@ -12,8 +11,9 @@ from rich.progress import track
 
 from conf.console import visible
 from conf.entry import check_output, entry_point
-from conf.schema import Evaluate
+from conf.scripts import Evaluate
 from data import sources
+from data.config import DataConfig, TokenizerConfig
 from data.corpus import Corpus, Tokens, learned_from
 from data.prepare import encode_documents, prepare, saved_tokenizer
 from data.tokenizer import Tokenizer, load_tokenizer
@@ -39,15 +39,15 @@ def main(cfg: Evaluate):
     tokenizer = load_tokenizer(folder / "tokenizer")
 
     if cfg.data is not None and cfg.data.source == "files":  # all that is named is meant
-        documents = sources.documents(asdict(cfg.data), cache=Path("corpora/downloads"))
+        documents = sources.documents(cfg.data, cache=Path("corpora/downloads"))
         documents = list(documents)
         if not documents:
-            raise ValueError(f"data.paths {', '.join(cfg.data.paths)}: {sources.nothing(asdict(cfg.data))}")
+            raise ValueError(f"data.paths {', '.join(cfg.data.paths)}: {sources.nothing(cfg.data)}")
         tokens, learned = encode_documents(documents, tokenizer)
         text = Tokens([tokens], learned=None if learned is None else Tokens([learned]))
         name = ", ".join(cfg.data.paths)
     else:
-        corpus = trained_on(folder, tokenizer) if cfg.data is None else prepared(folder, tokenizer, asdict(cfg.data))
+        corpus = trained_on(folder, tokenizer) if cfg.data is None else prepared(folder, tokenizer, cfg.data)
         text, name = corpus.validation, f"held out in {corpus.folder}"
 
     seq_len = about["seq_len"] if cfg.seq_len is None else cfg.seq_len
@@ -108,17 +108,18 @@ def check_memory(cfg: Evaluate, model: GPT, n_tokens: int, seq_len: int, stride:
 def trained_on(folder: Path, tokenizer: Tokenizer) -> Corpus:
     """The corpus that a checkpoint has learned from."""
     about = checkpoint.read_about(folder)
-    if about.get("data") is None or "tokenizer" not in about:
+    if (text := checkpoint.text_of(about, folder)) is None:
         raise ValueError(f"{folder} names no text of its own: give one, as data=files data.paths='[my.txt]'")
-    checkpoint.check_text(about, folder)
-    movable = about["tokenizer"]["path"] is not None  # a file that may be elsewhere by now
-    return prepared(folder, tokenizer, about["data"], None if movable else about["tokenizer"])
+    data, settings = text
+    movable = settings.path is not None  # a file that may be elsewhere by now
+    return prepared(folder, tokenizer, data, None if movable else settings)
 
 
-def prepared(folder: Path, tokenizer: Tokenizer, data: dict, settings: dict | None = None) -> Corpus:
+def prepared(folder: Path, tokenizer: Tokenizer, data: DataConfig, settings: TokenizerConfig | None = None) -> Corpus:
     """A corpus in the checkpoint's tokenizer, of which there may be settings other than to take it from there."""
     about = checkpoint.read_about(folder)
-    known = learned_from(about, folder) if data == about.get("data") else None
+    text = checkpoint.text_of(about, folder)
+    known = learned_from(about, folder) if text is not None and data == text[0] else None
     corpus = prepare(data, saved_tokenizer(folder / "tokenizer") if settings is None else settings, known=known)
     if corpus.tokenizer.fingerprint() != tokenizer.fingerprint():
         raise ValueError(f"{corpus.folder} has another tokenizer than {folder}: is it the same text?")

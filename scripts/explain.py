@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from conf.entry import check_output, entry_point
-from conf.schema import Explain
+from conf.scripts import Explain
 from data.tokenizer import load_tokenizer
 from model import GPT
 from scripts.explanations import attention, parts, tokens
@@ -57,7 +57,7 @@ def check_memory(cfg: Explain, model: GPT, s: int):
     """ValueError where a batch of texts of `s` tokens is more than this machine holds; of a GPU torch says it."""
     gradients = cfg.method == "integrated_gradients"
     texts = min(cfg.batch, max(s, cfg.max_steps) if gradients else s)
-    n_bytes = 8 * texts * s * model.arguments["d_model"] * (model.arguments["n_layers"] if gradients else 1)
+    n_bytes = 8 * texts * s * model.config.d_model * (model.config.n_layers if gradients else 1)
     if model.embedding.weight.device.type == "cpu":
         estimate.check_fits(f"batch: {texts:,} texts of {s:,} tokens at once", n_bytes)
 

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
@@ -17,7 +18,8 @@ from rich.progress import track
 
 from conf.console import visible
 from conf.entry import entry_point
-from conf.schema import Generate, changed
+from conf.parsing import changed
+from conf.scripts import Generate
 from data.continuation import Continuation
 from data.readers import unescape
 from data.tokenizer import Tokenizer, load_tokenizer
@@ -148,11 +150,11 @@ class Writer:
 
     def check_memory(self, rows: int, longest: int):
         """ValueError where so many rows at once, with prompts of so many tokens, are more than this machine holds."""
-        m, weight = self.model.arguments, self.model.embedding.weight
+        weight = self.model.embedding.weight
         if weight.device.type != "cpu":
             return  # where torch says it
         slots = min(bucket(longest + 1, self.model.max_seq_len), self.model.max_seq_len)
-        a_row = estimate.keys_and_values(self.model, slots) + 16 * m["vocab_size"] + A_ROW
+        a_row = estimate.keys_and_values(self.model, slots) + 16 * self.model.vocab_size + A_ROW
         estimate.check_fits(f"writing {rows:,} rows at once", rows * a_row)
 
     def reaching(self, n: int, overflow: str) -> GPT:
@@ -162,7 +164,9 @@ class Writer:
             while reach < n:
                 reach *= 2
             if reach not in self.models:
-                n_parameters, n_bytes = estimate.size(**{**self.model.arguments, "max_seq_len": reach})
+                n_parameters, n_bytes = estimate.size(
+                    self.model.vocab_size, replace(self.model.config, max_seq_len=reach)
+                )
                 estimate.check_fits(f"a RoPE that reaches {reach:,} tokens", n_bytes - estimate.WEIGHT * n_parameters)
                 self.models[reach] = self.model.extended(reach)
             return self.models[reach]

@@ -11,10 +11,10 @@ from torch import Tensor
 from typing_extensions import TypedDict
 
 from conf.entry import entry_point
-from conf.schema import ImportHF
+from conf.scripts import ImportHF
 from data.files import read_json
 from data.tokenizer import JSONTokenizer
-from model import GPT
+from model import GPT, ModelConfig
 from model.positions import rope_speeds
 from training import checkpoint
 
@@ -91,7 +91,7 @@ def import_llama(source: Path, target: Path) -> Path:
     weights = gpt_weights({name: tensor for some in theirs for name, tensor in some.items()}, arguments["tied"])
     for name in {"embedding.weight", "head.weight"} & set(weights):  # rows without a token are padding
         weights[name] = weights[name][: tokenizer.vocab_size]
-    model = GPT(tokenizer.vocab_size, **arguments)
+    model = GPT(tokenizer.vocab_size, ModelConfig(**arguments))
     model.load_state_dict(weights)
     if (name := checkpoint.not_finite(model)) is not None:
         raise ValueError(f"{source}: {name} holds numbers that are not finite (NaN or infinity)")

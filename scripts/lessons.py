@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from conf.entry import check_output, entry_point
-from conf.schema import Lessons
+from conf.scripts import Lessons
 from insight.drawing import pyplot
 from insight.lessons import LESSONS
 from insight.lessons.lesson import Lesson, as_text

@@ -1,7 +1,7 @@
 """Turns text into token shards, once.  python -m scripts.prepare data=shakespeare tokenizer=bpe"""
 
 from collections import Counter
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +9,9 @@ from omegaconf import OmegaConf
 
 from conf.console import visible
 from conf.entry import entry_point
-from conf.schema import Prepare, Train, parse
+from conf.parsing import parse
+from conf.schema import Train
+from conf.scripts import Prepare
 from data import prepare
 from data.batches import IGNORE, ORDER, make_batches
 from data.corpus import Corpus, Tokens, learned_from, open_corpus
@@ -20,7 +22,7 @@ from training import checkpoint
 def main(cfg: Prepare, action: str | None):
     if action == "show" and cfg.run is not None:
         cfg = settings_of(Path(cfg.run), cfg)
-    data, tokenizer = asdict(cfg.data), asdict(cfg.tokenizer)
+    data, tokenizer = cfg.data, cfg.tokenizer
     if (cfg.num_shards > 1 or action == "merge") and cfg.data.source in ("tokens", "corpus", "mixture"):
         raise ValueError(f"data={cfg.data.source} is prepared already: num_shards has no use here")
     folder = None

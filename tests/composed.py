@@ -13,19 +13,20 @@ from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig
 
-from conf import schema
 from conf.entry import REPOSITORY
+from conf.parsing import parse
+from conf.schema import Train
 
 CONF = REPOSITORY / "conf"
 PARSER = OverridesParser.create()
 
 
-def settings(*overrides: str, config: str = "train", kind: type = schema.Train):
+def settings(*overrides: str, config: str = "train", kind: type = Train):
     """The parsed config of a command line."""
     values = [one for one in overrides if is_value(one)]
     cfg = copy.deepcopy(composed(config, *(one for one in overrides if not is_value(one))))
     ConfigLoaderImpl._apply_overrides_to_config(PARSER.parse_overrides(values), cfg)
-    return schema.parse(cfg, kind)
+    return parse(cfg, kind)
 
 
 def is_value(override: str) -> bool:

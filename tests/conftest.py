@@ -11,7 +11,7 @@ import hardware
 import pytest
 import torch
 
-from model import GPT
+from model import GPT, ModelConfig
 
 # built once, not in each test's own home
 EXTENSIONS = os.environ.get("TORCH_EXTENSIONS_DIR") or str(Path.home() / ".cache" / "torch_extensions")
@@ -57,7 +57,7 @@ def small():
 
     def make(vocab_size=17, **arguments) -> GPT:
         shape = {"d_model": 16, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "d_ff": 24, "max_seq_len": 32}
-        model = GPT(vocab_size, **{**shape, **arguments}).double()
+        model = GPT(vocab_size, ModelConfig(**{**shape, **arguments})).double()
         for parameter in model.parameters():  # far from the calm of initialisation
             torch.nn.init.normal_(parameter, std=0.3)
         return model.eval()

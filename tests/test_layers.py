@@ -10,7 +10,7 @@ ALLOWED = {
     "kernels": {"kernels"},
     "model": {"model"},
     "data": {"data"},
-    "conf": {"conf"},
+    "conf": {"conf", "model", "data", "training"},  # whose settings it composes
     "training": {"training", "model", "kernels", "data", "conf.console"},
     "insight": {"insight", "model", "data.files"},
     "scripts": {"scripts", "model", "kernels", "data", "conf", "training", "insight"},
@@ -19,11 +19,14 @@ LAZY = {"wandb", "datasets", "rustbpe", "transformers", "tiktoken", "captum"}  #
 
 
 def imports(path) -> set[tuple[str, bool]]:
-    """(module, whether at the top of the file) of every import."""
+    """(module, whether at the top of the file) of every import; none of those that only a type checker sees."""
     tree = ast.parse(path.read_text())
-    found = set()
+    blocks = [node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
+    unseen, found = {node for block in blocks for node in ast.walk(block)}, set()
     for node in ast.walk(tree):
         names = []
+        if node in unseen:
+            continue
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):

@@ -11,7 +11,7 @@ from commands import command
 from wandb.cli.cli import cli as wandb_cli
 
 from conf.entry import REPOSITORY
-from conf.schema import Prepare
+from conf.scripts import Prepare
 
 README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
 LINES = [

@@ -22,7 +22,7 @@ from wandb_server import wandb_server
 
 import train
 from conf.entry import REPOSITORY
-from conf.schema import Prepare
+from conf.scripts import Prepare
 from data.tokenizer import ByteTokenizer
 from training import checkpoint, checkpoints, engine, evaluation, run_folder, tracking
 from training import step as one_step

@@ -8,13 +8,67 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Annotated, Any, Literal
 
 import torch
+from annotated_types import Ge, Gt, Le
+from pydantic import AfterValidator
 from torch import Tensor, nn
 
+from data.config import Name
 from kernels.build import has_compiler
 from training import distributed
+
+Flops = Annotated[float, Gt(0), Le(1e24)]
+
+
+def _switch(value: bool | str) -> bool | str:
+    if value not in (True, False, "auto"):
+        raise ValueError(f"must be auto, true or false, got {value}")
+    return value
+
+
+def _rows(value: int | str) -> int | str:
+    if value != "auto" and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+        raise ValueError(f"must be auto or a number of rows, got {value}")
+    return value
+
+
+Switch = Annotated[bool | str, AfterValidator(_switch)]
+
+
+@dataclass(frozen=True)
+class DeviceSpec:
+    """A device as its maker and its renters describe it, for estimates and for the mfu of a run on it."""
+
+    name: Name
+    kind: Literal["gpu", "cpu"]
+    flops_bf16: Flops | None
+    flops_fp32: Flops
+    memory: Annotated[float, Gt(0), Le(1e18)]
+    price_per_hour: Annotated[float, Ge(0), Le(1e9)] | None
+
+    def flops(self, precision: str) -> float:
+        """FLOP/s in `precision`; in fp32 where it has no units for that."""
+        return self.flops_fp32 if precision == "fp32" or self.flops_bf16 is None else self.flops_bf16
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """How a model is computed: on what, and by what; see engine.py and, for what `auto` means, `choose`."""
+
+    device: Name
+    precision: Literal["auto", "fp32", "bf16", "fp16"]
+    kernels: Switch
+    compile: Switch
+    attention: Literal["auto", "fused", "written"]
+    micro_batch: Annotated[int | str, AfterValidator(_rows)]
+    deterministic: bool
+    parallel: Literal["ddp", "fsdp"]
+    activation_checkpointing: bool
+    device_spec: DeviceSpec
+
 
 COMPILE_FLOPS_CPU = 4e12  # two minutes or so on two cores; compiling costs about one
 COMPILE_FLOPS_GPU = 1e16  # a minute or so
@@ -43,11 +97,11 @@ def choose_device(device: str, deterministic: bool = False) -> torch.device:
     return chosen
 
 
-def peak_flops(device: torch.device, spec: dict, precision: str) -> float | None:
+def peak_flops(device: torch.device, spec: DeviceSpec, precision: str) -> float | None:
     """FLOP/s of the GPU at hand, if it is the one that device_spec describes; None for any other device."""
-    if device.type != "cuda" or spec["name"].split("_")[0] not in torch.cuda.get_device_name(device).lower():
+    if device.type != "cuda" or spec.name.split("_")[0] not in torch.cuda.get_device_name(device).lower():
         return None
-    return spec["flops_fp32"] if precision == "fp32" else spec["flops_bf16"]
+    return spec.flops(precision)
 
 
 @dataclass
@@ -62,29 +116,25 @@ class Choices:
 
 
 def choose(
+    asked: EngineConfig,
     *,
-    precision: str,
-    kernels: bool | str,
-    compile: bool | str,
-    attention: str,
-    micro_batch: int | str,
     device: torch.device,
     rows: int,
     seq_len: int,
     vocab_size: int,
     flops: float,
     soft_cap: float | None,
-    saved: dict,
+    saved: dict[str, Any],
 ) -> Choices:
     """Each setting as it was asked for; where that is auto, as `saved` by the run to resume, else by its rule.
 
     rows: of a batch; flops: of the whole run; soft_cap: the model's.
     """
-    asked = {"precision": precision, "kernels": kernels, "compile": compile, "attention": attention}
-    asked |= {"micro_batch": micro_batch}
-    c = Choices(**{name: saved.get(name, "auto") if value == "auto" else value for name, value in asked.items()})
+    names = [one.name for one in fields(Choices)]
+    given = {name: getattr(asked, name) for name in names}
+    c = Choices(**{name: saved.get(name, "auto") if value == "auto" else value for name, value in given.items()})
     if c.precision == "auto":
-        c.precision = "fp32" if kernels is True and device.type == "cpu" else choose_precision(device)
+        c.precision = "fp32" if asked.kernels is True and device.type == "cpu" else choose_precision(device)
     if c.kernels == "auto":
         c.kernels = _kernels(device, c.precision, c.compile)
     if c.compile == "auto":
@@ -93,7 +143,7 @@ def choose(
         c.attention = choose_attention(device, c.compile, c.precision, seq_len, soft_cap)
     if c.micro_batch == "auto" or rows % c.micro_batch:
         c.micro_batch = _micro_batch(device, rows, seq_len, vocab_size)
-    if kernels is True and (device.type, c.precision, c.compile) != ("cpu", "fp32", False):
+    if asked.kernels is True and (device.type, c.precision, c.compile) != ("cpu", "fp32", False):
         got = f"device {device.type}, precision {c.precision}, compile {str(c.compile).lower()}"
         raise ValueError(f"kernels=true needs a CPU, precision=fp32 and compile=false, got {got}: take kernels=auto")
     if c.precision == "fp16" and device.type == "cpu":
@@ -109,7 +159,7 @@ def choose_precision(device: torch.device) -> str:
     if device.type == "cuda":
         return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
     if device.type == "cpu":
-        can = getattr(torch.cpu, "get_capabilities", dict)()  # absent from torch 2.11
+        can: dict[str, bool] = getattr(torch.cpu, "get_capabilities", dict)()  # absent from torch 2.11
         return "bf16" if can.get("amx_bf16") or can.get("avx512_bf16") else "fp32"
     return "fp32"
 

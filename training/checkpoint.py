@@ -21,9 +21,9 @@ import re
 import secrets
 import shutil
 from collections.abc import Callable
-from inspect import Parameter, signature
+from dataclasses import MISSING, asdict, fields
 from pathlib import Path
-from typing import Annotated, Any, Literal, NotRequired
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NotRequired, get_type_hints
 
 import torch
 from pydantic import Field, FiniteFloat, InstanceOf
@@ -32,8 +32,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from typing_extensions import TypedDict
 
+from data.config import DataConfig, TokenizerConfig
 from data.files import check_shape, read_json
-from model.gpt import GPT
+from model import GPT, ModelConfig
 from training import estimate
 from training.distributed import whole
 from training.run_folder import override
@@ -57,23 +58,35 @@ class Manifest(TypedDict):
     files: dict[str, Facts]
 
 
-def _shapes_of_arguments() -> dict[str, Any]:
-    """Of GPT's arguments, by its signature: all of its whole numbers count something."""
-    stricter = {int: Count, int | None: Count | None, float: FiniteFloat, float | None: FiniteFloat | None}
-    known = [one for name, one in signature(GPT.__init__).parameters.items() if name != "self"]
-    shapes = {one.name: stricter.get(one.annotation, one.annotation) for one in known}
-    return {
-        one.name: shapes[one.name] if one.default is Parameter.empty else NotRequired[shapes[one.name]] for one in known
+FIELDS = fields(ModelConfig)
+
+
+def _shape_of_arguments() -> Any:
+    """Of what model.json calls a model's arguments: the size of its vocabulary, and ModelConfig, whose rules follow."""
+    stricter = {int: Count, int | None: Count | None, float: FiniteFloat, float | None: FiniteFloat | None, bool: bool}
+    shapes: dict[str, Any] = {
+        name: stricter.get(kind, str | None) for name, kind in get_type_hints(ModelConfig).items()
     }
+    needed = {one.name for one in FIELDS if one.default is MISSING}
+    shapes = {name: kind if name in needed else NotRequired[kind] for name, kind in shapes.items()}
+    return TypedDict("Arguments", {"vocab_size": Count, **shapes})  # type: ignore[operator]
 
 
-ARGUMENTS = _shapes_of_arguments()
+if TYPE_CHECKING:
+    Arguments = dict[str, Any]
+else:  # from its fields, which no type checker reads
+    Arguments = _shape_of_arguments()
+
+
+class LearnedFrom(TypedDict):
+    folder: str
+    fingerprint: str
 
 
 class About(TypedDict):
     """model.json, as far as it is read here."""
 
-    arguments: TypedDict("Arguments", ARGUMENTS)
+    arguments: Arguments  # see model_of and arguments_of
     step: Whole
     seq_len: Count
     precision: Precision
@@ -84,51 +97,7 @@ class About(TypedDict):
     tokenizer: NotRequired[dict]
     tokenizer_hash: NotRequired[str]
     batch_order: NotRequired[int]
-    corpus: NotRequired[TypedDict("LearnedFrom", {"folder": str, "fingerprint": str})]
-
-
-class Text(TypedDict):
-    """What a corpus is found by, or made of, of the settings data."""
-
-    source: str
-    paths: list[str]
-    separator: str | None
-    column: str
-    encoding_errors: str
-    wheel: str | None
-    repo: str | None
-    config: str | None
-    split: str
-    revision: str | None
-    corpora: dict[str, FiniteFloat] | None
-    max_tokens: Count | None
-    validation: list[str]
-    validation_share: Annotated[float, Field(gt=0, lt=1)]
-
-
-class Vocabulary(TypedDict):
-    """The same of the settings tokenizer."""
-
-    kind: str
-    vocab_size: Count | None
-    pattern: str | None
-    encoding: str | None
-    path: str | None
-    beginning: str | None
-    special: Annotated[list[str], Field(min_length=1)]
-    train_chars: Count
-
-
-NEEDED = {  # by a source, or a kind of tokenizer
-    "hub": ["repo"],
-    "mixture": ["corpora"],
-    "corpus": ["paths"],
-    "tokens": ["paths"],
-    "bpe": ["vocab_size", "pattern"],
-    "tiktoken": ["encoding"],
-    "json": ["path"],
-    "saved": ["path"],
-}
+    corpus: NotRequired[LearnedFrom]
 
 
 class OptimizerState(TypedDict):
@@ -238,9 +207,22 @@ def save(
 def snapshot(model: GPT) -> tuple[dict[str, Tensor], dict]:
     """(weights, {"arguments": ...}) of a model as they are now, on the CPU and whole, for `save`; a tied head once."""
     weights = model.state_dict()
-    if model.arguments["tied"]:
+    if model.config.tied:
         del weights["head.weight"]
-    return whole({name: tensor.contiguous() for name, tensor in weights.items()}), {"arguments": model.arguments}
+    return whole({name: tensor.contiguous() for name, tensor in weights.items()}), {"arguments": arguments_of(model)}
+
+
+def arguments_of(model: GPT) -> dict[str, Any]:
+    """What model.json says of how a model is built."""
+    c = model.config
+    dropout = c.dropout if c.attention_dropout is None else c.attention_dropout
+    return {"vocab_size": model.vocab_size, **asdict(c), "attention_dropout": dropout}
+
+
+def model_of(arguments: dict[str, Any]) -> tuple[int, ModelConfig]:
+    """The size of the vocabulary, and the rest, of what model.json says."""
+    config = dict(arguments)
+    return config.pop("vocab_size"), ModelConfig(**config)
 
 
 # Every moment at which the disk changes its mind passes through these two, so that tests can kill a process there.
@@ -399,19 +381,20 @@ def describe_best(run: Path) -> str | None:
 
 def read_about(folder: Path) -> About:
     """model.json: `arguments`, `seq_len`, `step` and more."""
-    about = read_json(folder / "model.json", About)
-    if unknown := set(about["arguments"]) - set(ARGUMENTS):
-        raise ValueError(f"{folder / 'model.json'} is of another version: a model has no argument {unknown.pop()!r}")
+    path = folder / "model.json"
+    about = read_json(path, About)
+    if unknown := set(about["arguments"]) - {"vocab_size", *(one.name for one in FIELDS)}:
+        raise ValueError(f"{path} is of another version: a model has no argument {unknown.pop()!r}")
     return about
 
 
-def check_text(about: About, folder: Path):
-    """ValueError unless its settings of text and tokenizer, which must be there, can name a corpus."""
-    for name, shape, kind in (("data", Text, "source"), ("tokenizer", Vocabulary, "kind")):
-        where, settings = f"{name} in {folder / 'model.json'}", about[name]
-        check_shape(settings, shape, where)
-        if lacking := [one for one in NEEDED.get(settings[kind], []) if not settings[one]]:
-            raise ValueError(f"{where} is damaged: {kind} {settings[kind]} needs {lacking[0]}")
+def text_of(about: About, folder: Path) -> tuple[DataConfig, TokenizerConfig] | None:
+    """The settings of the text that a checkpoint has learned from; None where it names none. ValueError if damaged."""
+    if about.get("data") is None or "tokenizer" not in about:
+        return None
+    where = folder / "model.json"
+    data = check_shape(about["data"], DataConfig, f"data in {where}")
+    return data, check_shape(about["tokenizer"], TokenizerConfig, f"tokenizer in {where}")
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:
@@ -440,8 +423,8 @@ def sizes(path: Path) -> dict[str, tuple[int, ...]]:
     return found
 
 
-def check_arguments(arguments: dict, found: dict[str, tuple[int, ...]], where: Path, mismatch: str):
-    """ValueError unless GPT(**arguments) has weights of the shapes `found`, and the memory of this machine suffices.
+def check_arguments(arguments: dict[str, Any], found: dict[str, tuple[int, ...]], where: Path, mismatch: str):
+    """ValueError unless their model has weights of the shapes `found`, and the memory of this machine suffices.
 
     Found out without building it, however large the arguments say that it is.
     """
@@ -449,12 +432,13 @@ def check_arguments(arguments: dict, found: dict[str, tuple[int, ...]], where: P
         if arguments[name] > most:
             raise ValueError(f"{mismatch}: {name} is {arguments[name]}, the weights are too few for more than {most}")
     try:
-        model = estimate.on_paper(**arguments)
+        vocab_size, config = model_of(arguments)
+        model = estimate.on_paper(vocab_size, config)
     except (ValueError, RuntimeError) as error:  # RuntimeError: of torch, for more numbers than can be counted
         raise ValueError(f"{mismatch}: {str(error).splitlines()[0]}") from error
     check_sizes(found, model, mismatch)
-    _, n_bytes = estimate.size(**arguments)
-    estimate.check_fits(f"the model of {where}, with max_seq_len {arguments['max_seq_len']},", n_bytes)
+    _, n_bytes = estimate.size(vocab_size, config)
+    estimate.check_fits(f"the model of {where}, with max_seq_len {config.max_seq_len},", n_bytes)
 
 
 def check_sizes(found: dict[str, tuple[int, ...]], model: GPT, mismatch: str):
@@ -463,7 +447,7 @@ def check_sizes(found: dict[str, tuple[int, ...]], model: GPT, mismatch: str):
     A tied head is no weight of its own.
     """
     expected = {name: tuple(weight.shape) for name, weight in model.state_dict().items()}
-    if model.arguments["tied"]:
+    if model.config.tied:
         del expected["head.weight"]
     for name in [*expected, *found]:
         if found.get(name) != expected.get(name):
@@ -488,7 +472,7 @@ def load_model(path: str | Path, device: str | torch.device = "cpu", *, finite: 
     folder = find(path)
     arguments = {**read_about(folder)["arguments"], **changes}
     check_arguments(arguments, sizes(folder / "model.safetensors"), folder, f"{folder} holds another model")
-    model = GPT(**arguments)
+    model = GPT(*model_of(arguments))
     load_weights(folder, model)
     if finite and (name := not_finite(model)) is not None:
         raise ValueError(f"{folder}: {name} holds numbers that are not finite: did its training diverge?")
@@ -502,10 +486,9 @@ def not_finite(model: GPT) -> str | None:
 
 def check_same_model(folder: Path, model: GPT):
     """ValueError unless the model is that of the checkpoint, but for its dropout and how new weights begin."""
-    saved = {one.name: one.default for one in signature(GPT.__init__).parameters.values()}
-    saved |= read_about(folder)["arguments"]
+    saved = {one.name: one.default for one in FIELDS} | read_about(folder)["arguments"]
     free = ("dropout", "attention_dropout", "zero_init")
-    other = {name: value for name, value in model.arguments.items() if name not in free and saved[name] != value}
+    other = {name: value for name, value in arguments_of(model).items() if name not in free and saved[name] != value}
     if other:
         these, those = (" ".join(override(f"model.{name}", of[name]) for name in other) for of in (saved, other))
         raise ValueError(f"{folder} has {these}, this run {those}: they must be the same")

@@ -11,6 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from filelock import FileLock, Timeout
 
@@ -21,6 +22,9 @@ from training.checkpoint import best_first, check, step_folder, steps
 from training.recorder import Recorder
 from training.resume import Start
 from training.state import TrainState
+
+if TYPE_CHECKING:
+    from conf.schema import Train
 
 FIGURES = ("loss", "validation_loss", "bits_per_byte", "compared_loss")  # of the last row, for model.json
 
@@ -73,16 +77,20 @@ class Checkpoints:
     """What a run saves, and goes back to. Of several ranks the first writes; the methods are called by all alike."""
 
     def __init__(
-        self, folder: Path, cfg, start: Start, steps: int, choices: Choices, corpus: Corpus, recorder: Recorder
+        self, folder: Path, cfg: "Train", start: Start, steps: int, choices: Choices, corpus: Corpus, recorder: Recorder
     ):
         self.folder, self.tokenizer, self.recorder = folder, corpus.tokenizer, recorder
         self.artifacts = cfg.tracking.artifacts
         self.saver = Saver(folder, cfg.keep, recorder.say)
         learned_from = {"folder": str(corpus.folder), "fingerprint": corpus.fingerprint()}
-        self.about = {"seq_len": cfg.seq_len, "precision": choices.precision, "data": asdict(cfg.data)}
+        self.about: dict[str, Any] = {"seq_len": cfg.seq_len, "precision": choices.precision, "data": asdict(cfg.data)}
         self.about |= {"tokenizer": asdict(cfg.tokenizer), "tokenizer_hash": corpus.tokenizer.fingerprint()}
         self.about |= {"batch_order": start.batch_order, "corpus": learned_from}
-        self.of_run = {"choices": asdict(choices), "config": asdict(cfg), "corpus": learned_from["fingerprint"]}
+        self.of_run: dict[str, Any] = {
+            "choices": asdict(choices),
+            "config": asdict(cfg),
+            "corpus": learned_from["fingerprint"],
+        }
         self.of_run |= {"steps": steps, "wandb_id": recorder.mirror.id}
         if cfg.resume == "auto" and distributed.rank() == 0:
             set_aside(folder, start.step)

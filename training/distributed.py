@@ -198,7 +198,7 @@ def share(tensor: Tensor, like: Tensor) -> Tensor:
     return distribute_tensor(tensor.to(like.device), like.device_mesh, like.placements)
 
 
-def load_optimizer(optimizer: torch.optim.Optimizer, state: dict):
+def load_optimizer(optimizer: torch.optim.Optimizer, state: Any):
     """What it remembers, saved by any number of ranks; how it is set stays as it is.
 
     ValueError if it was saved by an optimizer that sorts the weights otherwise.

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -18,6 +19,9 @@ from training.auto import Choices
 from training.backend import choose_ops
 from training.compilation import compile_forward
 from training.gradients import micro_batches
+
+if TYPE_CHECKING:
+    from conf.schema import Train
 
 
 @dataclass
@@ -36,27 +40,25 @@ class Engine:
     forward: Callable
 
     @classmethod
-    def build(cls, cfg, vocab_size: int, steps: int, chosen: dict, weights_of=None) -> "Engine":
+    def build(
+        cls, cfg: "Train", vocab_size: int, steps: int, chosen: dict[str, Any], weights_of: Path | None = None
+    ) -> "Engine":
         """The model on its device, with new weights or those of a checkpoint, and what `auto` chooses for it.
 
         `chosen`: what a run to resume chose. ValueError where the memory of this machine would not suffice.
         """
         device = auto.choose_device(cfg.device, cfg.deterministic)
         rows = cfg.batch_tokens // cfg.seq_len // distributed.size()
-        n_parameters, n_bytes = estimate.size(vocab_size, **asdict(cfg.model))
+        n_parameters, n_bytes = estimate.size(vocab_size, cfg.model)
         n_learning = 8 * n_parameters if device.type == "cpu" else 0  # gradients and a moment at least
         what = f"training {n_parameters:,} parameters with max_seq_len {cfg.model.max_seq_len:,}"
         estimate.check_fits(what, n_bytes + n_learning)
-        model = GPT(vocab_size, **asdict(cfg.model)).to(device)
+        model = GPT(vocab_size, cfg.model).to(device)
         if weights_of is not None:
             checkpoint.check_same_model(weights_of, model)
             checkpoint.load_weights(weights_of, model)
         choices = auto.choose(
-            precision=cfg.precision,
-            kernels=cfg.kernels,
-            compile=cfg.compile,
-            attention=cfg.attention,
-            micro_batch=cfg.micro_batch,
+            cfg,
             device=device,
             rows=rows,
             seq_len=cfg.seq_len,
@@ -74,7 +76,7 @@ class Engine:
         if cfg.activation_checkpointing:
             checkpoint_activations(model)
         autocast = auto.autocast(device, choices.precision)
-        peak = auto.peak_flops(device, asdict(cfg.device_spec), choices.precision)
+        peak = auto.peak_flops(device, cfg.device_spec, choices.precision)
         return cls(model, device, choices, autocast, peak, cfg.parallel, model)
 
     def prepare(self, batch: dict[str, Tensor], row_lengths: list[int], *, try_sizes: bool):
@@ -110,7 +112,9 @@ class Engine:
         return auto.explaining_memory(self.model, batch, self.choices.micro_batch, self.autocast)
 
 
-def announce(cfg, folder: Path, corpus: Corpus, engine: Engine, n_steps: int, epochs: float, row_lengths: list[int]):
+def announce(
+    cfg: "Train", folder: Path, corpus: Corpus, engine: Engine, n_steps: int, epochs: float, row_lengths: list[int]
+):
     """Says what is to come."""
     ranks, n_parameters = distributed.size(), engine.model.n_parameters()
     shared = f" on {ranks} ranks, {cfg.parallel}" if ranks > 1 else ""

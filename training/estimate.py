@@ -6,13 +6,18 @@ code keeps less.
 """
 
 import os
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
-from model import GPT
+from model import GPT, ModelConfig
 from training import auto
+
+if TYPE_CHECKING:
+    from conf.schema import Train
 
 WEIGHT = 4  # bytes: weights, gradients and both moments of AdamW are fp32
 RESERVED = 2**30  # bytes of a GPU that CUDA, its libraries and fragmentation take, about
@@ -20,59 +25,42 @@ GIB = 2**30
 OBJECTS = 50_000  # bytes of what Python and torch remember of a block, beside its numbers
 
 
-def on_paper(vocab_size: int, **arguments) -> GPT:
+def on_paper(vocab_size: int, config: ModelConfig) -> GPT:
     """The model with all of its shapes and none of its numbers (torch's meta device)."""
     with torch.device("meta"):
-        return GPT(vocab_size, **arguments)
+        return GPT(vocab_size, config)
 
 
-def size(
-    vocab_size: int,
-    *,
-    d_model: int,
-    n_layers: int,
-    n_heads: int,
-    d_ff: int,
-    max_seq_len: int,
-    n_kv_heads: int | None = None,
-    positions: str = "rope",
-    norm: str = "rmsnorm",
-    feed_forward: str = "swiglu",
-    qk_norm: bool = False,
-    tied: bool = False,
-    embedding_norm: bool = False,
-    vocab_multiple: int = 1,
-    **_,
-) -> tuple[int, int]:
-    """Of GPT(vocab_size, **arguments), which is not built: n_parameters(), and the bytes that it takes in memory.
+def size(vocab_size: int, c: ModelConfig) -> tuple[int, int]:
+    """Of GPT(vocab_size, c), which is not built: n_parameters(), and the bytes that it takes in memory.
 
-    Arguments that change neither are taken, too. Their values are believed: they may be any numbers from 1.
+    The values of `c` are believed: they may be any numbers from 1.
     """
-    d_head = d_model // n_heads
-    d_kv = d_head * (n_kv_heads or n_heads)
-    a_norm = d_model * (2 if norm == "layernorm" else 1)
-    rows = -(-vocab_size // vocab_multiple) * vocab_multiple
-    block = 2 * d_model * (d_model + d_kv) + (3 if feed_forward == "swiglu" else 2) * d_model * d_ff
-    block += 2 * a_norm + (2 * d_head if qk_norm else 0)
-    n = n_layers * block + (1 if tied else 2) * rows * d_model + (2 if embedding_norm else 1) * a_norm
-    table = max_seq_len * d_model
-    n += table if positions == "learned" else 0
-    a_table = {"rope": max_seq_len * d_head, "sinusoidal": table}.get(positions, 0)  # made in float64, in three steps
-    tables = a_table * (n_layers if positions == "rope" else 1)
-    return n, WEIGHT * (n + tables) + 12 * a_table + OBJECTS * n_layers
+    d_kv = c.d_head * (c.n_kv_heads or c.n_heads)
+    a_norm = c.d_model * (2 if c.norm == "layernorm" else 1)
+    rows = -(-vocab_size // c.vocab_multiple) * c.vocab_multiple
+    block = 2 * c.d_model * (c.d_model + d_kv) + (3 if c.feed_forward == "swiglu" else 2) * c.d_model * c.d_ff
+    block += 2 * a_norm + (2 * c.d_head if c.qk_norm else 0)
+    n = c.n_layers * block + (1 if c.tied else 2) * rows * c.d_model + (2 if c.embedding_norm else 1) * a_norm
+    table = c.max_seq_len * c.d_model
+    n += table if c.positions == "learned" else 0
+    rotary = c.max_seq_len * c.d_head
+    a_table = {"rope": rotary, "sinusoidal": table}.get(c.positions, 0)  # made in float64, in three steps
+    tables = a_table * (c.n_layers if c.positions == "rope" else 1)
+    return n, WEIGHT * (n + tables) + 12 * a_table + OBJECTS * c.n_layers
 
 
 def least(model: GPT, rows: int, micro_batch: int, seq_len: int) -> int:
     """Bytes that a step needs at least, beside the weights: the batch, the residual stream and the logits, twice."""
-    m = model.arguments
-    return 16 * rows * seq_len + 4 * micro_batch * seq_len * (m["d_model"] * m["n_layers"] + 2 * m["vocab_size"])
+    m = model.config
+    return 16 * rows * seq_len + 4 * micro_batch * seq_len * (m.d_model * m.n_layers + 2 * model.vocab_size)
 
 
 def keys_and_values(model: GPT, tokens: int) -> int:
     """Bytes of a cache of so many tokens."""
-    m = model.arguments
-    d_kv = m["d_model"] // m["n_heads"] * (m["n_kv_heads"] or m["n_heads"])
-    return 2 * model.embedding.weight.element_size() * m["n_layers"] * d_kv * tokens
+    m = model.config
+    d_kv = m.d_model // m.n_heads * (m.n_kv_heads or m.n_heads)
+    return 2 * model.embedding.weight.element_size() * m.n_layers * d_kv * tokens
 
 
 def available_memory() -> int:
@@ -116,7 +104,7 @@ def parameters(model: GPT) -> dict[str, int]:
         "attention": _count(*(block.attention for block in blocks)),
         "feed forward": _count(*(block.feed_forward for block in blocks)),
         "norms": _count(model.norm, *norms),
-        "head": 0 if model.arguments["tied"] else _count(model.head),
+        "head": 0 if model.config.tied else _count(model.head),
     }
 
 
@@ -132,7 +120,7 @@ def flops_per_token(model: GPT, seq_len: int, *, again: bool = False) -> int:
     `again`: and the blocks' forward, a third of theirs, once more, as activation checkpointing does.
     """
     blocks = 6 * _count(*model.blocks, matrices_only=True)
-    blocks += 12 * len(model.blocks) * model.arguments["d_model"] * seq_len
+    blocks += 12 * len(model.blocks) * model.config.d_model * seq_len
     return blocks + 6 * _count(model.head) + (blocks // 3 if again else 0)
 
 
@@ -147,13 +135,14 @@ def block_memory(
     Read beside model/*.py. `half`: matrix products by autocast in 2 bytes, in which each product keeps its own copy of
     its input; what is computed in fp32 (norms, softmax, the residual stream) keeps 4.
     """
-    m = model.arguments
+    m = model.config
     tokens, width = rows * seq_len, 2 if half else 4
-    d, heads = m["d_model"], m["n_heads"]
-    kv_heads = m["n_kv_heads"] or heads
+    d, heads = m.d_model, m.n_heads
+    kv_heads = m.n_kv_heads or heads
     d_kv = d // heads * kv_heads
     a_number = 1 if gpu else width  # of dropout's noise
-    noise, inside = (a_number if m[name] else 0 for name in ("dropout", "attention_dropout"))
+    within = m.dropout if m.attention_dropout is None else m.attention_dropout
+    noise, inside = (a_number if share else 0 for share in (m.dropout, within))
     stream = 4 * tokens * d
 
     def norm(readers: int) -> int:  # its input, that over its rms, the rms; and what is read of its output
@@ -162,30 +151,30 @@ def block_memory(
     kept = norm(readers=3)
     kept += width * tokens * (2 * d + 2 * d_kv)  # q, k, v and what comes out of them
     kept += noise * tokens * d
-    if m["qk_norm"]:
+    if m.qk_norm:
         kept += 8 * tokens * (d + d_kv) + 4 * tokens * (heads + kv_heads)
-    if m["positions"] == "rope":
+    if m.positions == "rope":
         kept += 8 * seq_len * d // heads  # cos and sin, for q and for k
     square = rows * heads * seq_len**2  # attention's weights, a number each
     working = 0
     if attention == "written":  # exponentials in fp32, a boolean mask, the weights
-        kept += square * (4 + 1 + width + inside + (width if m["soft_cap"] else 0))
+        kept += square * (4 + 1 + width + inside + (width if m.soft_cap else 0))
         kept += 2 * width * tokens * (d - d_kv)  # a key and value for each query head
         working = 16 * square
-    elif not gpu and (inside or m["positions"] == "alibi"):  # the CPU's kernel can neither: torch writes out, in fp32
+    elif not gpu and (inside or m.positions == "alibi"):  # the CPU's kernel can neither: torch writes out, in fp32
         kept += square * 4 * (3 if inside else 1) + (4 - width) * tokens * (d + 2 * d_kv) + 8 * tokens * (d - d_kv)
         working = 8 * square
     else:
         kept += 4 * tokens * heads  # the logarithms of softmax's sums
-        if m["positions"] == "rope":
+        if m.positions == "rope":
             kept += width * tokens * d  # the kernel keeps its result as RoPE laid q out, wo reads it by token
-        if m["positions"] == "alibi":
+        if m.positions == "alibi":
             kept += width * heads * seq_len**2
-        elif documents or m["window"]:
+        elif documents or m.window:
             kept += width * (rows if documents else 1) * seq_len**2
 
-    inner = width * tokens * m["d_ff"]
-    gated = m["feed_forward"] == "swiglu"
+    inner = width * tokens * m.d_ff
+    gated = m.feed_forward == "swiglu"
     kept_by_feed_forward = norm(readers=2 if gated else 1) + noise * tokens * d + inner * (4 if gated else 2)
     # the backward begins with the feed-forward; what that kept is gone when attention works
     return kept, kept_by_feed_forward, max(2 * inner + 2 * stream, working + 3 * stream - kept_by_feed_forward)
@@ -217,12 +206,12 @@ def memory(
     gradient of the larger of both, and all gradients where micro-batches add up before they are exchanged (see
     distributed.synchronised).
     """
-    m, half, sharded = model.arguments, precision != "fp32", parallel == "fsdp" and world > 1
+    m, half, sharded = model.config, precision != "fp32", parallel == "fsdp" and world > 1
     width, tokens = 2 if half else 4, micro_batch * seq_len
     n, n_block, n_head = model.n_parameters(), _count(model.blocks[0]), _count(model.head)
     n_outside = n - n_block * len(model.blocks)
     in_block = _count(model.blocks[0], matrices_only=True)
-    stream, batch, logits = 4 * tokens * m["d_model"], 16 * rows * seq_len, tokens * n_head // m["d_model"]
+    stream, batch, logits = 4 * tokens * m.d_model, 16 * rows * seq_len, tokens * n_head // m.d_model
 
     *kept, working = block_memory(
         model, micro_batch, seq_len, half=half, attention=attention, documents=documents, gpu=gpu
@@ -231,8 +220,8 @@ def memory(
     blocks = len(model.blocks) * (stream if activation_checkpointing else block)
     recomputed = block - stream if activation_checkpointing else 0
     ends = 2 * stream + 4 * tokens + (stream // 2 if half else stream)  # the last norm and what the head reads
-    begin = batch + (stream // (4 if gpu else 1) if m["dropout"] else 0)
-    if m["embedding_norm"]:
+    begin = batch + (stream // (4 if gpu else 1) if m.dropout else 0)
+    if m.embedding_norm:
         begin += 2 * stream + 4 * tokens
 
     # autocast's copies of matrices: products keep them for the backward; FSDP's in blocks are gathered in that type
@@ -254,7 +243,7 @@ def memory(
         fixed = {name: size // world for name, size in fixed.items()}
         n_rest = n - in_block * len(model.blocks)
         fixed["gathered"] = WEIGHT * n_rest + width * 2 * in_block + WEIGHT * max(in_block, n_rest)
-    tied = n_head if m["tied"] else 0  # the head's gradient waits for the embedding's
+    tied = n_head if m.tied else 0  # the head's gradient waits for the embedding's
     moments = {
         "end of the forward": {
             "gradients": gradients(0),
@@ -323,88 +312,84 @@ def what_fits(model: GPT, room: float, *, rows: int, world: int, gpu: bool, **se
 # --- the whole ------------------------------------------------------------------------------------------------------
 
 
-def report(settings: dict, vocab_size: int, vocabulary: str) -> str:
+def report(cfg: "Train", vocab_size: int, vocabulary: str) -> str:
     """The answer to "will it fit, how long, how much", as a plain table.
 
-    settings: all of train.py's, as nested dicts; vocabulary: where its size comes from.
+    vocabulary: where its size comes from.
     """
-    s, spec = settings, settings["device_spec"]
-    world, seq_len, rows = s["world"], s["seq_len"], s["batch_tokens"] // s["seq_len"]
+    spec, world, seq_len, rows = cfg.device_spec, cfg.world, cfg.seq_len, cfg.batch_tokens // cfg.seq_len
     if rows % world:
         raise ValueError(
             f"world must divide the {rows} rows of a batch (batch_tokens / seq_len), got {world}: "
             f"batch_tokens={-(-rows // world) * world * seq_len} would do"
         )
-    gpu = spec["kind"] == "gpu"
-    model = on_paper(vocab_size, **s["model"])
-    steps = min(s["steps"], s["stop_after"] or s["steps"])
+    gpu = spec.kind == "gpu"
+    model = on_paper(vocab_size, cfg.model)
+    assert cfg.steps is not None  # with dry_run
+    steps = min(cfg.steps, cfg.stop_after or cfg.steps)
     flops = flops_per_token(model, seq_len)
-    total = flops * s["batch_tokens"] * steps
-    precision = s["precision"]
+    total = flops * cfg.batch_tokens * steps
+    precision = cfg.precision
     if precision == "auto":
-        precision = "fp32" if spec["flops_bf16"] is None else "bf16"
+        precision = "fp32" if spec.flops_bf16 is None else "bf16"
     choices = auto.choose(
-        precision=precision,
-        kernels=False,
-        compile=s["compile"],
-        attention=s["attention"],
-        micro_batch=s["micro_batch"],
+        replace(cfg, precision=precision, kernels=False),
         device=torch.device("cuda" if gpu else "cpu"),
         rows=rows // world,
         seq_len=seq_len,
         vocab_size=vocab_size,
-        soft_cap=s["model"]["soft_cap"],
+        soft_cap=cfg.model.soft_cap,
         flops=total,
         saved={},
     )
-    plan = {name: s[name] for name in ("seq_len", "parallel", "activation_checkpointing")}
-    plan["optimizer"] = s["optimizer"]["name"]
-    plan |= {"precision": precision, "attention": choices.attention, "documents": s["packing"] == "documents"}
-    room, micro_batch = spec["memory"] - (RESERVED if gpu else 0), choices.micro_batch
+    plan = {name: getattr(cfg, name) for name in ("seq_len", "parallel", "activation_checkpointing")}
+    plan["optimizer"] = cfg.optimizer.name
+    plan |= {"precision": precision, "attention": choices.attention, "documents": cfg.packing == "documents"}
+    room, micro_batch = spec.memory - (RESERVED if gpu else 0), choices.micro_batch
 
     def moments_with(micro_batch: int) -> dict[str, dict[str, int]]:
         return memory(model, rows=rows // world, micro_batch=micro_batch, world=world, gpu=gpu, **plan)
 
-    if gpu and s["micro_batch"] == "auto":  # as training finds it there, by trial
+    if gpu and cfg.micro_batch == "auto":  # as training finds it there, by trial
         sizes = reversed(auto.divisors(micro_batch))
         micro_batch = next((n for n in sizes if at_peak(moments_with(n))[1] <= room), 1)
     moments, fit = moments_with(micro_batch), None
     if at_peak(moments)[1] > room:
         fit = what_fits(model, room, rows=rows, world=world, gpu=gpu, **plan)
 
-    speed = spec["flops_fp32"] if precision == "fp32" else spec["flops_bf16"] or spec["flops_fp32"]
-    computed = flops_per_token(model, seq_len, again=s["activation_checkpointing"]) * s["batch_tokens"] * steps
-    seconds = computed / (speed * s["mfu"] * world)
+    speed = spec.flops(precision)
+    computed = flops_per_token(model, seq_len, again=cfg.activation_checkpointing) * cfg.batch_tokens * steps
+    seconds = computed / (speed * cfg.mfu * world)
 
     pieces = f"{rows // world // micro_batch:,} x {micro_batch:,}"
-    more = "activation checkpointing computes a third more" if s["activation_checkpointing"] else ""
-    how = f"{precision}, {choices.attention} attention, eager" + (f", {s['parallel']}" if world > 1 else "")
-    devices = f"{world:,} x {spec['name']}" if world > 1 else spec["name"]
+    more = "activation checkpointing computes a third more" if cfg.activation_checkpointing else ""
+    how = f"{precision}, {choices.attention} attention, eager" + (f", {cfg.parallel}" if world > 1 else "")
+    devices = f"{world:,} x {spec.name}" if world > 1 else spec.name
     lines = [
         "parameters",
         *(_row(name, f"{n:,}") for name, n in parameters(model).items() if n),
         _row("all", f"{model.n_parameters():,}", f"vocabulary {vocab_size:,} ({vocabulary})"),
         "",
         "work",
-        _row("tokens a step", f"{s['batch_tokens']:,}", f"{rows:,} rows of {seq_len:,}; a device takes {pieces}"),
-        _row("steps", f"{steps:,}", f"{steps * s['batch_tokens']:,} tokens; evaluation not counted"),
+        _row("tokens a step", f"{cfg.batch_tokens:,}", f"{rows:,} rows of {seq_len:,}; a device takes {pieces}"),
+        _row("steps", f"{steps:,}", f"{steps * cfg.batch_tokens:,} tokens; evaluation not counted"),
         _row("FLOPs a token", f"{flops:,}", "6 N + 12 n_layers d_model seq_len, N without the embedding"),
         _row("FLOPs", f"{total:.3e}", more),
         "",
         f"memory of a device in GiB, at its peak (the {at_peak(moments)[0]}; {how})",
-        *_memory_rows(moments, room, f"{spec['name']} has {spec['memory'] / GIB:,.1f}" + ", 1 of it reserved" * gpu),
+        *_memory_rows(moments, room, f"{spec.name} has {spec.memory / GIB:,.1f}" + ", 1 of it reserved" * gpu),
     ]
     if at_peak(moments)[1] > room:
-        changes = [f"{name}={str(value).lower()}" for name, value in (fit or {}).items() if s[name] != value]
+        changes = [f"{name}={str(value).lower()}" for name, value in (fit or {}).items() if getattr(cfg, name) != value]
         nothing = "nothing of these settings helps: take a smaller model, or a shorter seq_len"
         lines.append(_row("what fits", "", " ".join(changes) or nothing))
     lines += [
         "",
-        f"time and cost of {devices}, at {s['mfu']:.0%} of {speed / 1e12:,.4g} TFLOP/s each (mfu, an assumption)",
+        f"time and cost of {devices}, at {cfg.mfu:.0%} of {speed / 1e12:,.4g} TFLOP/s each (mfu, an assumption)",
         _row("time", _duration(seconds)),
         _row("device hours", f"{seconds * world / 3600:,.2f}"),
     ]
-    if (price := spec["price_per_hour"]) is not None:
+    if (price := spec.price_per_hour) is not None:
         cost = seconds * world / 3600 * price
         lines.append(_row("cost", f"{cost:,.2f}", f"USD, at {price:,.2f} an hour (device_spec.price_per_hour)"))
     return "\n".join(lines)

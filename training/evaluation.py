@@ -98,8 +98,8 @@ def evaluate(
         nats += loss.cpu().double()
         tokens += int(count)
     model.train(was_training)
-    nats, tokens, size = map(sum, distributed.gather(nats.item(), tokens, size))
-    return Evaluation(nats, int(tokens), int(size))
+    sums = map(sum, distributed.gather(nats.item(), tokens, size))
+    return Evaluation(next(sums), int(next(sums)), int(next(sums)))
 
 
 def validate(

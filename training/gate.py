@@ -2,9 +2,31 @@
 
 import math
 from dataclasses import dataclass, field
+from typing import Annotated, Literal
 
 import torch
+from annotated_types import Ge, Gt, Le
 from torch import Tensor
+
+Count = Annotated[int, Ge(1), Le(10**12)]
+
+
+@dataclass(frozen=True)
+class GuardConfig:
+    """What a run does where its numbers go wrong.
+
+    on_nonfinite: what follows a loss or gradient that is not finite; max_skips of these in a row end the run, too.
+    on_spike: what follows a loss more than spike_sigmas standard deviations above the mean of the last spike_window.
+    skip_batches: steps, from 0, whose batches change nothing.
+    """
+
+    on_nonfinite: Literal["stop", "skip"]
+    max_skips: Count
+    on_spike: Literal["count", "rollback"]
+    spike_sigmas: Annotated[float, Gt(0), Le(1e30)]
+    spike_window: Annotated[int, Ge(2), Le(10**6)]
+    skip_batches: list[Annotated[int, Ge(0), Le(10**12)]]
+
 
 FINE, OVERFLOW, NOT_FINITE, SPIKE, HELD = range(5)  # what the gate makes of a step's numbers
 
@@ -50,14 +72,15 @@ class Guard:
 class Gate:
     """Judges a step's numbers where they are, on the device, before the update: the host need not wait for them.
 
-    A number that is not finite, or with `hold_spikes` a loss that jumps, shuts the gate for that step and all that
+    A number that is not finite, or with on_spike=rollback a loss that jumps, shuts the gate for that step and all that
     follow, so that nothing has changed since when the host comes to look: it decides, opens the gate, and has the steps
-    after it made again. A loss jumps that is more than `sigmas` standard deviations above the mean of the `window`
-    losses before.
+    after it made again. A loss jumps that is more than spike_sigmas standard deviations above the mean of the
+    spike_window losses before.
     """
 
-    def __init__(self, device: torch.device, sigmas: float, window: int, hold_spikes: bool):
-        self.sigmas, self.window, self.hold_spikes = sigmas, window, hold_spikes
+    def __init__(self, device: torch.device, config: GuardConfig):
+        self.sigmas, self.window = config.spike_sigmas, config.spike_window
+        self.hold_spikes = config.on_spike == "rollback"
         self.device, self.dtype = device, torch.float32 if device.type == "mps" else torch.float64
         self.verdicts = torch.arange(5, device=device, dtype=self.dtype)
         self.open([])

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from model.hooks import Place, editing
+from model.hooks import Edit, Place, Site, editing
 from training.state import Generators
 
 NOWHERE = {"micro_batch": None, "module": None, "tensor": None}
@@ -42,7 +42,7 @@ def find_origin(model: nn.Module, pieces: list[dict[str, Tensor]], autocast: tor
 
         return check
 
-    edits = {}
+    edits: dict[Site | Place, Edit] = {}
     for name, module in model.named_modules():
         if not any(True for _ in module.children()):  # of a parent it would be the children's fault
             edits |= {Place(name): look(name, "output"), Place(name, 0): look_back(name)}

@@ -30,7 +30,8 @@ class Interruption:
     def __init__(self, max_seconds: float | None, began: float, steps_ahead: int = 1):
         self.began, self.max_seconds, self.steps_ahead = began, max_seconds, steps_ahead
         self.looked, self.next_look = 0, 0  # steps
-        self.longest, self.last = 0.0, None
+        self.longest = 0.0
+        self.last: float | None = None
         self.signal, self.heard = 0, -math.inf
 
     def __enter__(self):

@@ -2,8 +2,11 @@
 
 import math
 from collections import defaultdict
+from dataclasses import dataclass
+from typing import Annotated, Literal
 
 import torch
+from annotated_types import Ge, Gt, Le, Lt
 from einops import rearrange
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
@@ -22,7 +25,7 @@ def parameter_groups(
     Matrices and the head decay; gains, biases and embeddings do not, and a head tied to the embedding counts as one.
     """
     tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-    kinds = {"matrices": [], "head": [], "embeddings": [], "gains": []}
+    kinds: dict[str, list[nn.Parameter]] = {"matrices": [], "head": [], "embeddings": [], "gains": []}
     for parameter in model.parameters():  # a shared parameter comes once
         if id(parameter) in tables:
             kinds["embeddings"].append(parameter)
@@ -44,38 +47,54 @@ def parameter_groups(
     ]
 
 
-def build_optimizer(
-    model: GPT,
-    precision: str = "fp32",
-    *,
-    name: str,
-    lr: float,
-    lr_embedding: float,
-    lr_head: float,
-    lr_gain: float,
-    betas: list[float],
-    eps: float,
-    weight_decay: float,
-    momentum: float | None = None,
-) -> torch.optim.Optimizer:
-    """torch's fused AdamW ("adamw"), or Muon ("muon"), which multiplies in `precision` where that is bf16.
+Rate = Annotated[float, Gt(0), Le(1e30)]
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """What changes the weights, with peak learning rates for each kind of them, see parameter_groups.
+
+    momentum: Muon's. clip: the largest norm of all gradients together, to which larger ones are scaled down.
+    """
+
+    name: Literal["adamw", "muon"]
+    lr: Rate
+    lr_embedding: Rate
+    lr_head: Rate
+    lr_gain: Rate
+    betas: list[Annotated[float, Ge(0), Lt(1)]]
+    eps: Annotated[float, Gt(0), Le(1)]
+    weight_decay: Annotated[float, Ge(0), Le(1e30)]
+    momentum: Annotated[float, Ge(0), Lt(1)] | None = None
+    clip: Rate = math.inf
+
+    def __post_init__(self):
+        if self.name == "muon" and self.momentum is None:
+            example = "give for example optimizer=muon"
+            raise ValueError(f"optimizer.name=muon needs optimizer.momentum, got null: {example}")
+        if len(self.betas) != 2:
+            raise ValueError(f"optimizer.betas must be two numbers, got {self.betas}")
+
+
+def build_optimizer(model: GPT, config: OptimizerConfig, precision: str = "fp32") -> torch.optim.Optimizer:
+    """torch's fused AdamW, or Muon, which multiplies in `precision` where that is bf16.
 
     With Muon a rate means the same at every width: lr_head is for d_model WIDTH, and falls as the width grows, since
     a logit sums up d_model steps of equal size.
     """
-    if name == "muon":
-        lr_head *= WIDTH / model.arguments["d_model"]
-    rates = {"lr": lr, "lr_embedding": lr_embedding, "lr_head": lr_head, "lr_gain": lr_gain}
-    groups = parameter_groups(model, **rates, weight_decay=weight_decay)
-    if name == "adamw":
-        return torch.optim.AdamW(groups, lr=lr, betas=tuple(betas), eps=eps, fused=True)
+    c, betas = config, (config.betas[0], config.betas[1])
+    lr_head = c.lr_head * WIDTH / model.config.d_model if c.name == "muon" else c.lr_head
+    rates = {"lr": c.lr, "lr_embedding": c.lr_embedding, "lr_head": lr_head, "lr_gain": c.lr_gain}
+    groups = parameter_groups(model, **rates, weight_decay=c.weight_decay)
+    if c.momentum is None or c.name == "adamw":
+        return torch.optim.AdamW(groups, lr=c.lr, betas=betas, eps=c.eps, fused=True)
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-    return Muon(groups, cuts_by_head(model), lr=lr, momentum=momentum, betas=tuple(betas), eps=eps, dtype=dtype)
+    return Muon(groups, cuts_by_head(model), lr=c.lr, momentum=c.momentum, betas=betas, eps=c.eps, dtype=dtype)
 
 
 def cuts_by_head(model: GPT) -> dict[Tensor, tuple[int, int]]:
     """In how many pieces (down, across) Muon takes the matrices of attention: a head's part is a matrix of its own."""
-    cuts = {}
+    cuts: dict[Tensor, tuple[int, int]] = {}
     for block in model.blocks:
         attention = block.attention
         cuts |= {attention.wq.weight: (attention.n_heads, 1), attention.wo.weight: (1, attention.n_heads)}

@@ -2,6 +2,7 @@
 
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from omegaconf import OmegaConf
 
@@ -13,15 +14,22 @@ from training.resume import Start
 from training.run_folder import describe, record_environment
 from training.state import TrainState
 
+if TYPE_CHECKING:
+    from conf.schema import Train
+
 
 class Recorder:
     """Of several ranks the first writes; the methods may be called by all."""
 
-    def __init__(self, folder: Path, cfg, engine: Engine, start: Start, steps: int, group: str | None):
+    def __init__(self, folder: Path, cfg: "Train", engine: Engine, start: Start, steps: int, group: str | None):
         self.folder, self.engine, self.steps, self.tokens_per_step = folder, engine, steps, cfg.batch_tokens
         first = distributed.rank() == 0
         self.screen, self.watch = Screen(steps), Stopwatch()
-        facts = {"parameters": engine.model.n_parameters(), "tokens_per_step": cfg.batch_tokens, "steps": steps}
+        facts: dict[str, Any] = {
+            "parameters": engine.model.n_parameters(),
+            "tokens_per_step": cfg.batch_tokens,
+            "steps": steps,
+        }
         if first:
             facts["environment"] = record_environment(folder, engine.device, **facts)
             OmegaConf.save(OmegaConf.create(asdict(cfg)), folder / "config.yaml")

@@ -1,5 +1,7 @@
 """What a run does about a step whose numbers went wrong: it stops where it can go on, or leaves the batch out."""
 
+from typing import TYPE_CHECKING
+
 from torch import Tensor
 
 from data.batches import Batches
@@ -13,10 +15,13 @@ from training.recorder import Recorder
 from training.state import TrainState
 from training.step import Outcome
 
+if TYPE_CHECKING:
+    from conf.schema import Train
+
 
 def recover(
     outcome: Outcome,
-    cfg,
+    cfg: "Train",
     engine: Engine,
     state: TrainState,
     batches: Batches,
@@ -75,8 +80,8 @@ def explain(
         pieces = list(micro_batches(batch, engine.choices.micro_batch, row_length))
         origin = guards.find_origin(engine.model, pieces, engine.autocast, rng)
     state.rng.load(rng)
-    texts = [tokenizer.decode(row) for row in batch["tokens"].tolist()]
-    origins, texts = zip(*distributed.gather_objects((origin, texts)), strict=True)
+    own = [tokenizer.decode(row) for row in batch["tokens"].tolist()]
+    origins, texts = zip(*distributed.gather_objects((origin, own)), strict=True)
     origin = next((one for one in origins if one["tensor"] is not None), guards.NOWHERE)
     path = recorder.folder / f"nonfinite_{outcome.number:08}.json"
     if distributed.rank() == 0:

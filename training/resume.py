@@ -3,12 +3,17 @@
 import math
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from data.batches import ORDER, Batches
 from data.corpus import Corpus, Known, learned_from
 from training import checkpoint
+from training.checkpoint import About
 from training.run_folder import as_before, check_same_settings, differences
 from training.state import TrainState
+
+if TYPE_CHECKING:
+    from conf.schema import Train
 
 OF_RUN = ("config", "choices", "corpus", "steps", "wandb_id", "guard")  # of training.pt, what a run needs to begin
 
@@ -20,8 +25,8 @@ class Start:
     step: int = 0
     checkpoint: Path | None = None
     weights_of: Path | None = None
-    about: dict = field(default_factory=dict)
-    saved: dict = field(default_factory=dict)
+    about: About | None = None
+    saved: dict[str, Any] = field(default_factory=dict)
     batch_order: int = ORDER
 
     @property
@@ -29,7 +34,7 @@ class Start:
         """The corpus that the checkpoint has learned from."""
         return learned_from(self.about, self.checkpoint) if self.checkpoint is not None else None
 
-    def check_corpus(self, corpus: Corpus, cfg):
+    def check_corpus(self, corpus: Corpus, cfg: "Train"):
         """ValueError unless the run goes on with the text and the tokenizer that it began with."""
         if self.saved and self.saved["corpus"] != corpus.fingerprint():
             again = as_before(self.saved["config"], asdict(cfg))
@@ -42,7 +47,7 @@ class Start:
         except ValueError as error:
             raise ValueError(f"sample.prompt: {error}") from error
 
-    def restore(self, state: TrainState, cfg):
+    def restore(self, state: TrainState, cfg: "Train"):
         """What the checkpoint remembers; of validation only what was measured as it is now."""
         if self.checkpoint is None:
             return
@@ -52,7 +57,7 @@ class Start:
             state.guard.lowest, state.guard.lowest_step, state.guard.waited = math.inf, None, 0
 
 
-def find_start(cfg, run: Path) -> Start:
+def find_start(cfg: "Train", run: Path) -> Start:
     """Of a run in the folder `run`; says what has changed since. ValueError where it may not begin so.
 
     With resume=auto, the run folder is the newest run that has a checkpoint, or a new one.
@@ -69,8 +74,8 @@ def find_start(cfg, run: Path) -> Start:
         if cfg.resume == "auto":
             print("resume=auto: no run of this name has a checkpoint, beginning a new one")
         return Start(weights_of=None if cfg.init_from is None else checkpoint.find(cfg.init_from))
-    about, saved = checkpoint.read_about(folder), checkpoint.load_training(folder)
-    saved = {name: saved[name] for name in OF_RUN if name in saved}
+    about, training = checkpoint.read_about(folder), checkpoint.load_training(folder)
+    saved: dict[str, Any] = {name: value for name, value in training.items() if name in OF_RUN}
     print(f"resuming from {folder}: {about['step']} steps are done")
     check_same_settings(folder, saved["config"], asdict(cfg))
     for name, before, now in differences(saved["config"], asdict(cfg)):
@@ -78,7 +83,7 @@ def find_start(cfg, run: Path) -> Start:
     return Start(about["step"], folder, None, about, saved, about.get("batch_order", 1))
 
 
-def planned_steps(cfg, start: Start, batches: Batches | None = None) -> int | None:
+def planned_steps(cfg: "Train", start: Start, batches: Batches | None = None) -> int | None:
     """As set, or as epochs have come to before, on the text that a checkpoint knows; else as they do on this text."""
     measures = ("epochs", "batch_tokens", "seq_len", "packing")
     if cfg.steps is not None:
@@ -88,7 +93,7 @@ def planned_steps(cfg, start: Start, batches: Batches | None = None) -> int | No
     return batches.steps(cfg.epochs) if batches is not None else None
 
 
-def nothing_left(cfg, steps: int, start: Start) -> bool:
+def nothing_left(cfg: "Train", steps: int, start: Start) -> bool:
     """Whether a run that is started again and again has come to its good end. ValueError for one that is not."""
     end = min(steps, cfg.stop_after or steps)
     if start.step >= end:
@@ -103,7 +108,7 @@ def nothing_left(cfg, steps: int, start: Start) -> bool:
     return True
 
 
-def _waited(start: Start, cfg) -> int:
+def _waited(start: Start, cfg: "Train") -> int:
     """Evaluations without a lower validation loss, of those that were measured as they are now."""
     same = start.saved["config"].get("evaluation_tokens") == cfg.evaluation_tokens
     return start.saved["guard"].get("waited", 0) if same else 0

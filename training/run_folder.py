@@ -6,7 +6,7 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -100,7 +100,7 @@ BEFORE = {"tokenizer.parse_special": False}  # what was done when there was no s
 PLACES = ("data.paths", "data.corpora", "data.wheel", "data.prompt", "tokenizer.path")  # what is there may be the same
 
 
-def differences(before: dict, now: dict, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
+def differences(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
     """(setting, its value then, its value now) of what a resumed run is told otherwise than the one it goes on with."""
     for name, value in now.items():
         key = prefix + name
@@ -113,7 +113,7 @@ def differences(before: dict, now: dict, prefix: str = "") -> Iterator[tuple[str
             yield key, old, value
 
 
-def check_same_settings(folder: Path, before: dict, now: dict):
+def check_same_settings(folder: Path, before: Mapping[str, Any], now: Mapping[str, Any]):
     """ValueError unless a run may go on from `folder` as far as settings show: before any text is fetched or read.
 
     It names all that differ, as a command line takes them. Text that may be the same elsewhere is compared later.
@@ -130,7 +130,7 @@ def check_same_settings(folder: Path, before: dict, now: dict):
     raise ValueError(f"{folder} was trained with {', '.join(what)}: give {as_before(before, now)}")
 
 
-def as_before(before: dict, now: dict) -> str:
+def as_before(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """What makes a command line's settings those of a checkpoint, but for how long it trains; "" for none."""
     changed = [(name, old) for name, old, _ in differences(before, now) if name not in ("steps", "epochs")]
     return " ".join(override(name, old) for name, old in changed)

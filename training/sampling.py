@@ -1,16 +1,36 @@
 """A text that a run writes between its steps, to be read."""
 
-import torch
+from dataclasses import dataclass
+from typing import Annotated, Any
 
+import torch
+from annotated_types import Ge, Gt, Le
+
+from data.config import Text
 from data.tokenizer import Tokenizer
 from model import generate
+from model.generation import check_temperature
 from training.engine import Engine
 from training.state import TrainState
 
 
-def write_sample(engine: Engine, state: TrainState, tokenizer: Tokenizer, settings, seed: int):
+@dataclass(frozen=True)
+class SampleConfig:
+    """What is generated, and how it is drawn, see model.generation.Sampling."""
+
+    prompt: Text
+    tokens: Annotated[int, Ge(1), Le(100_000)]
+    temperature: Annotated[float, Ge(0), Le(1e6)]
+    top_k: Annotated[int, Ge(1), Le(10**12)] | None
+    top_p: Annotated[float, Gt(0), Le(1)] | None
+
+    def __post_init__(self):
+        check_temperature(self.temperature)
+
+
+def write_sample(engine: Engine, state: TrainState, tokenizer: Tokenizer, settings: SampleConfig, seed: int):
     """Adds a text to state.samples, drawn with the run's seed; it draws no random number of training."""
-    options = {"temperature": settings.temperature, "top_k": settings.top_k, "top_p": settings.top_p}
+    options: dict[str, Any] = {"temperature": settings.temperature, "top_k": settings.top_k, "top_p": settings.top_p}
     prompt = tokenizer.prompt(settings.prompt)
     state.model.eval()
     with engine.autocast:

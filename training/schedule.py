@@ -1,16 +1,47 @@
 """The learning rate, and the length of rows, as pure functions of the step."""
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from annotated_types import Ge, Gt, Le
+
+Count = Annotated[int, Ge(1), Le(10**12)]
 
 
-def rate_factor(step: int, steps: int, *, warmup: int, decay: str, cooldown: float, final: float) -> float:
+@dataclass(frozen=True)
+class ScheduleConfig:
+    """How the learning rate rises and falls, see rate_factor."""
+
+    decay: Literal["cosine", "linear", "wsd", "constant"]
+    warmup: Annotated[int, Ge(0), Le(10**12)]
+    cooldown: Annotated[float, Gt(0), Le(1)]
+    final: Annotated[float, Ge(0), Le(1)]
+
+    def check_steps(self, steps: int):
+        """ValueError where a run of so many steps never gets beyond its warm-up."""
+        if self.warmup >= steps:
+            raise ValueError(f"schedule.warmup must be below steps, got {self.warmup} and {steps}")
+
+
+@dataclass(frozen=True)
+class Every:
+    """How often, in steps, each of these is done."""
+
+    log: Count
+    evaluate: Count
+    sample: Count
+    checkpoint: Count
+
+
+def rate_factor(step: int, steps: int, schedule: ScheduleConfig) -> float:
     """What the peak rates are multiplied by in step 0 .. steps - 1.
 
     Rises in a line over `warmup` steps, from 1 / warmup at step 0 to 1, then falls to `final` at the end: along half a
     "cosine", in a "linear" way, level and then linear over the last share `cooldown` of the run ("wsd": warm-up,
     stable, decay; "MiniCPM", 2024), or not at all ("constant").
     """
+    warmup, cooldown, final = schedule.warmup, schedule.cooldown, schedule.final
     if step < warmup:
         return (step + 1) / warmup
     left = 1 - (step - warmup) / max(1, steps - warmup)
@@ -19,7 +50,7 @@ def rate_factor(step: int, steps: int, *, warmup: int, decay: str, cooldown: flo
         "linear": left,
         "wsd": min(1.0, left / cooldown),
         "constant": 1.0,
-    }[decay]
+    }[schedule.decay]
     return final + (1 - final) * remaining
 
 
@@ -50,11 +81,12 @@ class Due:
     checkpoint: bool
 
     @classmethod
-    def after(cls, step: int, every, last: int, end: int) -> "Due":
-        """`every`: how often, in steps. All is due after the last step of a run; a checkpoint where it ends before."""
-        due = cls(**{what: step % n == 0 or step == last for what, n in asdict(every).items()})
-        due.checkpoint |= step == end
-        return due
+    def after(cls, step: int, every: Every, last: int, end: int) -> "Due":
+        """All is due after the last step of a run; a checkpoint where it ends before."""
+        log, evaluate, sample, checkpoint = (
+            step % n == 0 or step == last for n in (every.log, every.evaluate, every.sample, every.checkpoint)
+        )
+        return cls(log, evaluate, sample, checkpoint or step == end)
 
     @property
     def row(self) -> bool:

@@ -1,15 +1,18 @@
 """Everything with memory: what a checkpoint holds, and what going back restores."""
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from model import GPT
 from training import checkpoint, distributed
+from training.checkpoint import Sample
 from training.engine import Engine
-from training.gate import Gate, Guard
-from training.optimizer import build_optimizer
+from training.gate import Gate, Guard, GuardConfig
+from training.optimizer import OptimizerConfig, build_optimizer
 
 
 class Generators:
@@ -19,7 +22,7 @@ class Generators:
         cuda = [torch.cuda.get_rng_state()] if torch.cuda.is_available() else []
         return {"cpu": torch.get_rng_state(), "cuda": cuda}
 
-    def load(self, state: dict):
+    def load(self, state: Mapping[str, Any]):
         torch.set_rng_state(state["cpu"])
         if state["cuda"] and torch.cuda.is_available():
             torch.cuda.set_rng_state(state["cuda"][0])
@@ -37,23 +40,22 @@ class TrainState:
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler
     guard: Guard
-    samples: list[dict] = field(default_factory=list)
+    samples: list[Sample] = field(default_factory=list)
     rng: Generators = field(default_factory=Generators)
     gate: Gate = field(kw_only=True)
 
     @classmethod
-    def build(cls, engine: Engine, cfg, step: int) -> "TrainState":
+    def build(
+        cls, engine: Engine, optimizer_config: OptimizerConfig, guard_config: GuardConfig, seed: int, step: int
+    ) -> "TrainState":
         """Before anything is remembered. After FSDP, which changes the model's parameters."""
-        settings = asdict(cfg.optimizer)
-        del settings["clip"]
-        optimizer = build_optimizer(engine.model, engine.choices.precision, **settings)
+        optimizer = build_optimizer(engine.model, optimizer_config, engine.choices.precision)
         scaler = torch.amp.GradScaler(engine.device.type, enabled=engine.choices.precision == "fp16")
         if distributed.rank() > 0:  # other random numbers for dropout than rank 0's
-            torch.manual_seed(cfg.seed + 1_000_003 * (distributed.rank() + distributed.size() * step))
-        gate = Gate(engine.device, cfg.spike_sigmas, cfg.spike_window, hold_spikes=cfg.on_spike == "rollback")
-        return cls(step, engine.model, optimizer, scaler, Guard(), gate=gate)
+            torch.manual_seed(seed + 1_000_003 * (distributed.rank() + distributed.size() * step))
+        return cls(step, engine.model, optimizer, scaler, Guard(), gate=Gate(engine.device, guard_config))
 
-    def memory(self) -> dict:
+    def memory(self) -> dict[str, Any]:
         """All but the step and the weights, whole and on the CPU, as training.pt has it. Called by all ranks alike."""
         self.guard.losses = self.gate.losses()
         return {

@@ -7,10 +7,30 @@ import shutil
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated, Any, Literal
 from urllib.parse import urlparse
 
+from annotated_types import Gt, Le
+
+from data.config import Name
 from training.metrics import best, read_rows
+
+Seconds = Annotated[float, Gt(0), Le(1e6)]
+
+
+@dataclass(frozen=True)
+class TrackingConfig:
+    """W&B's, see `start`. artifacts: checkpoints go there, too."""
+
+    mode: Literal["auto", "online", "offline", "disabled"]
+    project: Name | None
+    name: Name | None
+    timeout: Seconds
+    finish_timeout: Seconds
+    artifacts: bool
+
 
 STEP = "trainer/step"
 BYTES_PER_ROW = 100  # no row takes less in W&B's own file
@@ -27,7 +47,7 @@ class Mirror:
         self.id = run.id
         self.lowest = float("inf")  # validation loss
         self.failed = False
-        self.tasks = queue.SimpleQueue()
+        self.tasks: queue.SimpleQueue[Callable | None] = queue.SimpleQueue()
         self.thread = threading.Thread(target=self.work, name="wandb", daemon=True)
         self.thread.start()
 
@@ -128,7 +148,7 @@ def start(
         asked = "online" if has_key() else "offline"
     place = Path(os.environ.get("WANDB_DIR") or folder)
     first = rows_before(place, run_id) if run_id is not None else 0
-    options = {
+    options: dict[str, Any] = {
         "project": project or os.environ.get("WANDB_PROJECT") or "inkling",
         "name": name or os.environ.get("WANDB_NAME") or str(folder).removeprefix("runs/"),
         "group": os.environ.get("WANDB_RUN_GROUP") or group,
@@ -138,7 +158,7 @@ def start(
         "reinit": "finish_previous",  # of a job before this one that ended with an error
     }
 
-    def init(mode: str):
+    def init(mode: Any):
         settings = wandb.Settings(
             init_timeout=timeout, finish_timeout=finish_timeout, finish_timeout_raises=True, silent=True, console="off"
         )

@@ -22,7 +22,7 @@ def kernels(patient: Patient) -> Iterator[tuple[str, Callable]]:
     for i, block in enumerate(patient.model.blocks):
         layers.setdefault(block.attention.ops.attention, []).append(i)
     layers.setdefault(WRITTEN.attention, [])
-    if patient.model.arguments["soft_cap"] is None:
+    if patient.model.config.soft_cap is None:
         layers.setdefault(TORCH.attention, [])
     for attend, used in layers.items():
         where = f"layer {', '.join(map(str, used))}" if used else "in no layer now"
@@ -31,9 +31,9 @@ def kernels(patient: Patient) -> Iterator[tuple[str, Callable]]:
 
 def numbers(patient: Patient, T_q: int, T_k: int) -> tuple[Tensor, Tensor, Tensor]:
     """q (b h q d), k and v (b g k d) in the shapes of the model's heads, in a few rows."""
-    arguments, generator = patient.model.arguments, torch.Generator().manual_seed(0)
-    h, d = arguments["n_heads"], arguments["d_model"] // arguments["n_heads"]
-    g = arguments["n_kv_heads"] or h
+    config, generator = patient.model.config, torch.Generator().manual_seed(0)
+    h, d = config.n_heads, config.d_model // config.n_heads
+    g = config.n_kv_heads or h
     q, k, v = (
         torch.randn(min(h, 4), heads, T, d, generator=generator, dtype=torch.float64)
         for heads, T in ((h, T_q), (g, T_k), (g, T_k))
@@ -43,7 +43,7 @@ def numbers(patient: Patient, T_q: int, T_k: int) -> tuple[Tensor, Tensor, Tenso
 
 def length(patient: Patient) -> int:
     """As many queries and keys as a head is wide, so that a product with keys that were not transposed fits too."""
-    return max(4, patient.model.arguments["d_model"] // patient.model.arguments["n_heads"])
+    return max(4, patient.model.config.d_model // patient.model.config.n_heads)
 
 
 def weights(attend: Callable, q: Tensor, k: Tensor, mask: Tensor | None, bias: Tensor | None = None) -> Tensor:
@@ -59,8 +59,8 @@ def masks(patient: Patient, rows: int, T: int) -> Iterator[tuple[str, Tensor | N
     some = plain & (torch.rand(rows, 1, T, T, generator=generator) < 0.7) | torch.eye(T, dtype=torch.bool)
     yield "plain causal", None, None, plain
     yield "an explicit mask", some, None, some
-    if patient.model.arguments["positions"] == "alibi":
-        bias = torch.randn(patient.model.arguments["n_heads"], T, T, generator=generator, dtype=torch.float64)
+    if patient.model.config.positions == "alibi":
+        bias = torch.randn(patient.model.config.n_heads, T, T, generator=generator, dtype=torch.float64)
         yield "plain causal with a bias", None, bias, plain
         yield "an explicit mask with a bias", some, bias, some
 
@@ -136,7 +136,7 @@ def scores(patient: Patient) -> Iterator[Finding]:
 
     What the two terms are multiplied by is fitted, over keys that all may be seen.
     """
-    expected = 1 / math.sqrt(patient.model.arguments["d_model"] // patient.model.arguments["n_heads"])
+    expected = 1 / math.sqrt(patient.model.config.d_model // patient.model.config.n_heads)
     for where, attend in kernels(patient):
         for T in (length(patient), length(patient) + 1):
             q, k, _ = numbers(patient, T, T)
@@ -213,7 +213,7 @@ def values(patient: Patient) -> Iterator[Finding]:
             do = "check which value head each query head takes, and the axis that is summed over"
             yield Finding("values", where, what, do, value, SAME)
             continue
-        cap = patient.model.arguments["soft_cap"]
+        cap = patient.model.config.soft_cap
         if cap is not None:
             found = attend(q, k, v, mask, None, cap, 0.0)[0]
             expected = reference.attention_weights(q, k, mask, soft_cap=cap) @ reference.shared(v, q.shape[1])

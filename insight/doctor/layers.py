@@ -9,7 +9,7 @@ from torch import Tensor
 
 from insight.doctor import reference
 from insight.doctor.patient import CLOSE, SAME, Finding, NotChecked, Patient, deviation, watched, worst_heads
-from model import GPT
+from model import GPT, ModelConfig
 from model.attention import CausalMultiHeadAttention
 from model.hooks import Place, editing
 
@@ -30,10 +30,10 @@ def head_order(patient: Patient) -> Iterator[Finding]:
         q, k, v = layer.arguments[:3]
         for name, found in (("wq", q), ("wk", k), ("wv", v)):
             expected, confused = (
-                _comparable(name, _projected(attention, name, layer.x, split), model.arguments)
+                _comparable(name, _projected(attention, name, layer.x, split), model.config)
                 for split in (reference.heads, reference.transposed_heads)
             )
-            found = _comparable(name, found, model.arguments, turned=True)
+            found = _comparable(name, found, model.config, turned=True)
             if (value := deviation(found, expected)) > CLOSE:
                 what = (
                     f"the heads of {name}{worst_heads(found, expected, CLOSE)} are not its stretches of rows, in order"
@@ -57,36 +57,36 @@ def _projected(attention: CausalMultiHeadAttention, name: str, x: Tensor, split:
     return heads if norm is None else norm(heads)
 
 
-def _comparable(name: str, x: Tensor, arguments: dict, turned: bool = False) -> Tensor:
+def _comparable(name: str, x: Tensor, config: ModelConfig, turned: bool = False) -> Tensor:
     """What RoPE leaves alone: the lengths of queries and keys, and of values everything."""
-    if name == "wv" or arguments["positions"] != "rope":
+    if name == "wv" or config.positions != "rope":
         return x
-    _, amplitude = reference.rope_angles(arguments, torch.zeros(1))
+    _, amplitude = reference.rope_angles(config, torch.zeros(1))
     return x.norm(dim=-1, keepdim=True) / (amplitude if turned else 1.0)
 
 
 def rotation(patient: Patient) -> Iterator[Finding]:
     """Each pair of each query and key is turned by position * theta^(-2i / d_head)."""
     model = patient.probe
-    if model.arguments["positions"] != "rope":
+    if model.config.positions != "rope":
         raise NotChecked("it has no RoPE")
     with watched(model) as layers:
         model(patient.random_tokens(2))
-    arguments, places = model.arguments, torch.arange(patient.length)
+    config, places = model.config, torch.arange(patient.length)
     for i, (layer, block) in enumerate(zip(layers, model.blocks, strict=True)):
         if layer.arguments is None:
             continue
         for name, found in (("wq", layer.arguments[0]), ("wk", layer.arguments[1])):
             plain = _projected(block.attention, name, layer.x, reference.heads)
-            expected = reference.turned(plain, arguments, places)
+            expected = reference.turned(plain, config, places)
             if (value := deviation(found, expected)) > CLOSE:
-                other = {"half": "interleaved", "interleaved": "half"}[arguments["pairing"]]
+                other = {"half": "interleaved", "interleaved": "half"}[config.pairing]
                 causes = {
                     "not turned at all": plain,
-                    "turned backwards": reference.turned(plain, arguments, -places),
-                    f"paired as {other}, not {arguments['pairing']}": reference.turned(plain, arguments, places, other),
-                    "turned as if each stood one place further": reference.turned(plain, arguments, places + 1),
-                    "turned as if each stood one place before": reference.turned(plain, arguments, places - 1),
+                    "turned backwards": reference.turned(plain, config, -places),
+                    f"paired as {other}, not {config.pairing}": reference.turned(plain, config, places, other),
+                    "turned as if each stood one place further": reference.turned(plain, config, places + 1),
+                    "turned as if each stood one place before": reference.turned(plain, config, places - 1),
                 }
                 why = [cause for cause, tensor in causes.items() if deviation(found, tensor) < CLOSE]
                 of = {"wq": "queries", "wk": "keys"}[name]
@@ -146,23 +146,23 @@ def _told_positions(model: GPT) -> list[Place]:
 
 def position_tables(patient: Patient) -> Iterator[Finding]:
     """Tables of positions hold what the formula says, in float32, and stay float32 when the model goes to bfloat16."""
-    model, arguments = patient.model, patient.model.arguments
-    if arguments["positions"] in ("learned", "none"):
+    model, config = patient.model, patient.model.config
+    if config.positions in ("learned", "none"):
         raise NotChecked("it has none")
-    places = torch.arange(arguments["max_seq_len"])
+    places = torch.arange(config.max_seq_len)
     tables: dict[str, tuple[torch.nn.Module, str, Tensor]] = {}
-    if arguments["positions"] == "rope":
-        angles, amplitude = reference.rope_angles(arguments, places)
+    if config.positions == "rope":
+        angles, amplitude = reference.rope_angles(config, places)
         for i, block in enumerate(model.blocks):
             tables[f"blocks.{i}.attention.rope.cos"] = block.attention.rope, "cos", amplitude * angles.cos()
             tables[f"blocks.{i}.attention.rope.sin"] = block.attention.rope, "sin", amplitude * angles.sin()
-    elif arguments["positions"] == "sinusoidal":
-        d = arguments["d_model"]
+    elif config.positions == "sinusoidal":
+        d = config.d_model
         angles = places.double().unsqueeze(1) / 10000.0 ** (torch.arange(0, d, 2, dtype=torch.float64) / d)
         table = torch.stack([angles.sin(), angles.cos()], dim=-1).flatten(1)
         tables["position_embedding.table"] = model.position_embedding, "table", table
-    elif arguments["positions"] == "alibi":
-        tables["alibi.slopes"] = model.alibi, "slopes", _slopes(arguments["n_heads"])
+    elif config.positions == "alibi":
+        tables["alibi.slopes"] = model.alibi, "slopes", _slopes(config.n_heads)
     wrong: dict[str, list[tuple[str, float]]] = {}
     for name, (module, attribute, expected) in tables.items():
         table = getattr(module, attribute).detach().cpu()

@@ -87,7 +87,7 @@ def learning_rate(patient: Patient) -> Iterator[Finding]:
         raise NotChecked("the settings of its training are not known")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = GPT(**patient.model.arguments).to(patient.model.embedding.weight.device)
+        model = GPT(patient.model.vocab_size, patient.model.config).to(patient.model.embedding.weight.device)
     model.eval()  # without dropout
     step, batch = patient.start_training(model), _batch(patient)
     matrices, losses = _begun(model), []
@@ -129,7 +129,7 @@ def _batch(patient: Patient) -> tuple[Tensor, Tensor]:
 
 def _learn(model: GPT, tokens: Tensor, targets: Tensor, steps: int, progress=iter) -> Iterator[float]:
     """Mean losses of so many steps of Adam, each before its update; gradients are there when a loss comes."""
-    optimizer = torch.optim.Adam(model.parameters(), lr=min(3e-3, 0.3 / model.arguments["d_model"]))
+    optimizer = torch.optim.Adam(model.parameters(), lr=min(3e-3, 0.3 / model.config.d_model))
     for _ in progress(range(steps)):
         optimizer.zero_grad()
         total, count = model(tokens, targets=targets)

@@ -73,7 +73,7 @@ def _leaking_blocks(model: GPT, read, t: int) -> list[str]:
 def padding(patient: Patient) -> Iterator[Finding]:
     """A row that is filled up on the left is what it is alone, in a batch of as many rows as heads or of others."""
     model, T = patient.probe, patient.length
-    for rows in sorted({2, min(model.arguments["n_heads"], 8)}):
+    for rows in sorted({2, min(model.config.n_heads, 8)}):
         lengths = [max(1, T - 1 - i) for i in range(rows)]
         tokens = patient.random_tokens(rows)
         real = torch.arange(T) >= T - torch.tensor(lengths).unsqueeze(1)
@@ -109,11 +109,11 @@ def documents(patient: Patient) -> Iterator[Finding]:
 def row_masks(patient: Patient) -> Iterator[Finding]:
     """A mask (b q k) goes to its rows, and to all heads of each, also where there are as many rows as heads."""
     model, T = patient.probe, patient.length
-    heads = model.arguments["n_heads"]
+    heads = model.config.n_heads
     if T < 3 or heads < 2:
         raise NotChecked("it needs 2 heads and 3 positions")
     generator = torch.Generator().manual_seed(3)
-    x = torch.randn(heads, T, model.arguments["d_model"], generator=generator, dtype=torch.float64)
+    x = torch.randn(heads, T, model.config.d_model, generator=generator, dtype=torch.float64)
     mask = torch.ones(T, T, dtype=torch.bool).tril() & (torch.rand(heads, T, T, generator=generator) < 0.6)
     mask = mask | torch.eye(T, dtype=torch.bool)
     for i, block in enumerate(model.blocks):
@@ -165,7 +165,7 @@ def _first_layer_that_differs(model: GPT, tokens: Tensor, cuts: list[int]) -> st
 def fused_kernel(patient: Patient) -> Iterator[Finding]:
     """On the model's own weights and text, in float32, torch's kernel gives what the mathematics written out gives."""
     model, bound = patient.model, 1e-4
-    if model.arguments["soft_cap"] is not None:
+    if model.config.soft_cap is not None:
         raise NotChecked("torch's kernel has no soft cap")
     rows = patient.tokens[:2]
     with torch.no_grad(), watched(model) as layers:

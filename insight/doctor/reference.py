@@ -8,6 +8,7 @@ import math
 import torch
 from torch import Tensor
 
+from model import ModelConfig
 from model.positions import rope_speeds
 
 
@@ -48,18 +49,15 @@ def merged(y: Tensor) -> Tensor:
     return torch.cat(y.unbind(1), dim=-1)
 
 
-def rope_angles(arguments: dict, token_positions: Tensor) -> tuple[Tensor, float]:
-    """What each pair is turned by (... d_head / 2) at token_positions (...), and how much longer it gets.
-
-    `arguments` are GPT's.
-    """
-    d_head = arguments["d_model"] // arguments["n_heads"]
-    if arguments["rope_scaling"] is None:
+def rope_angles(config: ModelConfig, token_positions: Tensor) -> tuple[Tensor, float]:
+    """What each pair is turned by (... d_head / 2) at token_positions (...), and how much longer it gets."""
+    d_head = config.d_model // config.n_heads
+    if config.rope_scaling is None:
         exponents = torch.arange(d_head // 2, dtype=torch.float64) * 2 / d_head
-        speeds, amplitude = 1 / torch.tensor(arguments["theta"], dtype=torch.float64) ** exponents, 1.0
+        speeds, amplitude = 1 / torch.tensor(config.theta, dtype=torch.float64) ** exponents, 1.0
     else:
-        factor, reach = arguments["rope_factor"], arguments["max_seq_len"]
-        speeds, amplitude = rope_speeds(arguments["theta"], d_head, arguments["rope_scaling"], factor, reach)
+        factor, reach = config.rope_factor, config.max_seq_len
+        speeds, amplitude = rope_speeds(config.theta, d_head, config.rope_scaling, factor, reach)
     return token_positions.double().unsqueeze(-1) * speeds, amplitude
 
 
@@ -69,10 +67,10 @@ def pairs(x: Tensor, pairing: str) -> Tensor:
     return torch.complex(a, b)
 
 
-def turned(x: Tensor, arguments: dict, token_positions: Tensor, pairing: str | None = None) -> Tensor:
+def turned(x: Tensor, config: ModelConfig, token_positions: Tensor, pairing: str | None = None) -> Tensor:
     """RoPE of x (b h s d) at token_positions (s,): each pair times amplitude e^(i angle)."""
-    pairing = pairing or arguments["pairing"]
-    angles, amplitude = rope_angles(arguments, token_positions)
+    pairing = pairing or config.pairing
+    angles, amplitude = rope_angles(config, token_positions)
     z = pairs(x, pairing) * torch.polar(torch.full_like(angles, amplitude), angles)
     parts = [z.real, z.imag]
     return torch.cat(parts, dim=-1) if pairing == "half" else torch.stack(parts, dim=-1).flatten(-2)

@@ -67,7 +67,7 @@ def entropy(patient: Patient) -> Iterator[Finding]:
     """A trained head chooses: one whose weights are the same for all keys has not learned to look."""
     if not patient.trained:
         raise NotChecked("it has not learned yet where to look")
-    if patient.model.arguments["positions"] == "alibi":
+    if patient.model.config.positions == "alibi":
         raise NotChecked("ALiBi prefers what is near, whatever the head has learned")
     for i, _, weights, mask in _attention(patient):
         nats = -(weights * weights.clamp(min=1e-300).log()).sum(-1)

@@ -23,7 +23,7 @@ def finite_weights(patient: Patient) -> Iterator[Finding]:
 def tied_weights(patient: Patient) -> Iterator[Finding]:
     """Embedding and head are one matrix if tied=true, and two if not."""
     embedding, head = patient.model.embedding.weight, patient.model.head.weight
-    tied, one = patient.model.arguments["tied"], embedding.data_ptr() == head.data_ptr()
+    tied, one = patient.model.config.tied, embedding.data_ptr() == head.data_ptr()
     if tied and not one:
         value = (embedding - head).abs().max().item()
         what = f"tied=true, but embedding and head are two matrices, which differ by up to {value:.3g}"
@@ -55,7 +55,7 @@ def initial_scale(patient: Patient) -> Iterator[Finding]:
             yield Finding("initial scale", name, what, do, ratio, slack if ratio > 1 else 1 / slack)
     small = 1 / math.sqrt(2 * len(patient.model.blocks))
     for name, weight in writers.items():
-        widths = math.sqrt(patient.model.arguments["d_model"] / weight.shape[1])  # each of them may follow its own
+        widths = math.sqrt(patient.model.config.d_model / weight.shape[1])  # each of them may follow its own
         ratio, bound = rms(weight) / usual if usual else 0.0, small * max(1.0, widths) * _slack(weight)
         if ratio > bound:
             what = f"it begins {ratio:.3g} times as large as what reads the stream; 2 n_layers such branches add up"

@@ -5,10 +5,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from insight.lessons.lesson import Lesson, difference, seeded
-from model import GPT
+from model import GPT, ModelConfig
 from model.hooks import attending
 
-SHAPE = {"vocab_size": 17, "d_model": 32, "n_layers": 2, "n_heads": 4, "d_ff": 64, "max_seq_len": 32}
+SHAPE = {"d_model": 32, "n_layers": 2, "n_heads": 4, "d_ff": 64, "max_seq_len": 32}
 LENGTH, PROMPT = 12, 8
 SHIFT = 5
 EXACT = 1e-5  # float64, but RoPE's table is float32
@@ -17,10 +17,10 @@ EXACT = 1e-5  # float64, but RoPE's table is float32
 @torch.no_grad()
 def lesson() -> Lesson:
     with seeded(0):
-        model = GPT(**SHAPE).double()
+        model = GPT(17, ModelConfig(**SHAPE)).double()
         for parameter in model.parameters():  # larger than at the beginning, so that positions matter
             parameter.mul_(2)
-        tokens = torch.randint(SHAPE["vocab_size"], (2, LENGTH))
+        tokens = torch.randint(model.vocab_size, (2, LENGTH))
     whole = model(tokens)
     cache = model.new_cache()
     fed = []

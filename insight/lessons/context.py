@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from insight.lessons.lesson import Lesson, difference, seeded
-from model import GPT
+from model import GPT, ModelConfig
 from model.hooks import Site, recording
 
 WORD = "bank"
@@ -21,7 +21,7 @@ def lesson() -> Lesson:
     words = sorted({*RIVER, *MONEY, *EITHER, WORD, *" ".join(SENTENCES).split()})
     ids = {word: i for i, word in enumerate(words)}
     with seeded(0):
-        model = GPT(len(words), d_model=32, n_layers=N_LAYERS, n_heads=4, d_ff=64, max_seq_len=LENGTH)
+        model = GPT(len(words), ModelConfig(d_model=32, n_layers=N_LAYERS, n_heads=4, d_ff=64, max_seq_len=LENGTH))
         senses = [torch.stack([_sentence(ids, topic) for _ in range(MANY)]) for topic in (RIVER, MONEY)]
     two = torch.tensor([[ids[word] for word in sentence.split()] for sentence in SENTENCES])
     pairs = [(x[0, -1], x[1, -1]) for x in stream(model, two)]

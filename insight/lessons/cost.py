@@ -9,13 +9,13 @@ from torch.nn.functional import conv1d, pad
 from torch.utils.flop_counter import FlopCounterMode
 
 from insight.lessons.lesson import Lesson, exponent, seeded
-from model import GPT
+from model import GPT, ModelConfig
 from model.attention import CausalMultiHeadAttention
 from model.ops import WRITTEN, fused_attention, written_attention
 
 LENGTHS = [256, 512, 1024, 2048, 4096]
 D_HEAD = 64
-WRITER = {"vocab_size": 64, "d_model": 64, "n_layers": 2, "n_heads": 4, "d_ff": 192, "max_seq_len": 4096}
+WRITER = {"d_model": 64, "n_layers": 2, "n_heads": 4, "d_ff": 192, "max_seq_len": 4096}
 BEHIND = [256, 512, 1024, 2048]  # tokens read before the one that is timed
 D_LAYER, KERNEL = 8, 3
 SEQUENCES = [16, 32, 64, 128]
@@ -166,8 +166,8 @@ def _kept(work: Callable[[], object]) -> int:
 @torch.no_grad()
 def _token() -> dict:
     with seeded(0):
-        model = GPT(**WRITER)
-        tokens = torch.randint(WRITER["vocab_size"], (1, BEHIND[-1] + 1))
+        model = GPT(64, ModelConfig(**WRITER))
+        tokens = torch.randint(model.vocab_size, (1, BEHIND[-1] + 1))
     found = {"without": [], "with a": []}
     for n in BEHIND:
         found["without"].append(_milliseconds(lambda n=n: model(tokens[:, : n + 1], at=torch.tensor([n]))))

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from insight.lessons.lesson import Lesson, difference, seeded, train
-from model import GPT, collect_attention, functional
+from model import GPT, ModelConfig, collect_attention, functional
 from model.hooks import attending
 from model.ops import WRITTEN
 
@@ -93,7 +93,7 @@ def _claims(numbers: dict) -> list[tuple[bool, str]]:
 @torch.no_grad()
 def _one_forward() -> dict:
     with seeded(0):
-        model = GPT(N, **SHAPE, max_seq_len=LENGTH).double()
+        model = GPT(N, ModelConfig(**SHAPE, max_seq_len=LENGTH)).double()
         tokens = torch.randint(N, (2, LENGTH))
     once = model(tokens)
     each = torch.stack([model(tokens[:, : i + 1])[:, -1] for i in range(LENGTH)], dim=1)
@@ -108,7 +108,7 @@ def _one_forward() -> dict:
 def _padding() -> dict:
     """Two rows, the second of three tokens behind two of padding."""
     with seeded(0):
-        model = GPT(N, **SHAPE, max_seq_len=LENGTH).double()
+        model = GPT(N, ModelConfig(**SHAPE, max_seq_len=LENGTH)).double()
         tokens = torch.randint(N, (2, LENGTH))
     padding = torch.tensor([[True] * LENGTH, [False] * 2 + [True] * (LENGTH - 2)])
     positions = (padding.cumsum(1) - 1).clamp(min=0)  # of a token among its own, wherever the padding stands
@@ -157,7 +157,7 @@ def _train(seed: int, causal: bool) -> tuple[float, float, float]:
     """Trains on the language: the loss as in training, on prefixes alone, and the share of right tokens it writes."""
     with seeded(seed), ExitStack() as hooks:
         followers = _language()
-        model = GPT(N, **SHAPE, max_seq_len=T)
+        model = GPT(N, ModelConfig(**SHAPE, max_seq_len=T))
         if not causal:
             hooks.enter_context(attending(model, lambda i, own, *given: _see_everything(*given)))
 

@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from insight.lessons.lesson import Lesson, difference, seeded, train
-from model import GPT, collect_attention, functional
+from model import GPT, ModelConfig, collect_attention, functional
 
 SCHEMES = ("none", "sinusoidal", "learned", "rope", "alibi")
 N, CLEAR = 8, 0.8  # tokens of a small language, and how often one is what the last but one makes it
-SHAPE = {"vocab_size": N, "d_model": 32, "n_layers": 1, "n_heads": 4, "d_ff": 64}
+SHAPE = {"d_model": 32, "n_layers": 1, "n_heads": 4, "d_ff": 64}
 TRAINED, REACH = 16, 64  # tokens: read in training, read afterwards
 ROWS, STEPS = 32, 150
 SHIFT = 7
@@ -105,7 +105,7 @@ def _shuffled() -> float:
 
 def _untrained(scheme: str, n_layers: int = 1) -> tuple[GPT, Tensor]:
     with seeded(0):
-        model = GPT(**{**SHAPE, "n_layers": n_layers}, max_seq_len=REACH, positions=scheme).double()
+        model = GPT(N, ModelConfig(**{**SHAPE, "n_layers": n_layers}, max_seq_len=REACH, positions=scheme)).double()
         return model, torch.randint(N, (4, TRAINED))
 
 
@@ -147,7 +147,7 @@ def _floor() -> float:
 def _loss_by_position(scheme: str, seed: int) -> list[float]:
     """Trained on texts of TRAINED tokens: the loss at each of REACH positions."""
     with seeded(seed):
-        model = GPT(**SHAPE, max_seq_len=REACH, positions=scheme)
+        model = GPT(N, ModelConfig(**SHAPE, max_seq_len=REACH, positions=scheme))
 
         def loss() -> Tensor:
             text = _text(ROWS, TRAINED + 1)

@@ -7,18 +7,18 @@ from einops import rearrange, repeat
 from torch import Tensor
 
 from insight.lessons.lesson import Lesson, difference, seeded
-from model import GPT, functional
+from model import GPT, ModelConfig, functional
 from model.attention import CausalMultiHeadAttention
 
 B, T = 2, 4
-EXAMPLE = {"vocab_size": 16, "d_model": 8, "n_layers": 1, "n_heads": 2, "d_ff": 16, "max_seq_len": T}
+EXAMPLE = {"d_model": 8, "n_layers": 1, "n_heads": 2, "d_ff": 16, "max_seq_len": T}
 TOLERANCE = 1e-5
 
 
 def lesson(model: GPT | None = None) -> Lesson:
     """Of a model's first block; None: of the example's, with random weights."""
     with seeded(0), torch.no_grad():
-        model = GPT(**EXAMPLE) if model is None else model
+        model = GPT(16, ModelConfig(**EXAMPLE)) if model is None else model
         length = min(T, model.max_seq_len)
         tokens = torch.randint(model.vocab_size, (B, length))
         token_positions = torch.arange(length)
@@ -34,7 +34,7 @@ def lesson(model: GPT | None = None) -> Lesson:
         steps = walk(block.attention, x, token_positions, mask, bias)
         whole = block.attention(x, token_positions, mask, bias=bias)
     a = block.attention
-    d_model, d_head = x.shape[-1], model.arguments["d_model"] // a.n_heads
+    d_model, d_head = x.shape[-1], model.config.d_model // a.n_heads
     named = {name: tensor for _, name, _, tensor in steps}
     numbers = {
         "shapes": {name: list(tensor.shape) for name, tensor in named.items()},

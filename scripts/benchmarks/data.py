@@ -5,7 +5,7 @@ import io
 import os
 import tempfile
 import time
-from dataclasses import asdict
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +19,7 @@ from scripts.benchmarks.measure import alternate, prepared, table
 def data(source: str, megabytes: int, rounds: int) -> list[dict]:
     """The documents of a source (a choice of the group `data`), over and over, with a BPE trained on them."""
     cfg, corpus = prepared(source, "bpe")
-    documents = [d.text for d in sources.documents(asdict(cfg.data), Path("corpora/downloads"))]
+    documents = [d.text for d in sources.documents(cfg.data, Path("corpora/downloads"))]
     size = sum(len(text.encode()) for text in documents)
     texts = [f"{i}\n{text}" for i in range(-(-megabytes * 10**6 // size)) for text in documents]
     size = sum(len(text.encode()) for text in texts)
@@ -29,7 +29,7 @@ def data(source: str, megabytes: int, rounds: int) -> list[dict]:
     with tempfile.TemporaryDirectory(dir=".") as folder:
         for i, text in enumerate(texts):
             (Path(folder) / f"{i:05d}.txt").write_text(text, encoding="utf-8")
-        settings = {**asdict(cfg.data), "source": "files", "paths": [f"{folder}/*.txt"], "validation": []}
+        settings = replace(cfg.data, source="files", paths=[f"{folder}/*.txt"], validation=[])
         made: list[Path] = []
 
         def ours() -> float:

@@ -18,7 +18,7 @@ import torch
 from einops import rearrange
 
 from kernels.decoding import pack_for_decoding
-from model import GPT, generate
+from model import GPT, ModelConfig, generate
 from scripts.benchmarks.measure import alternate, copy_rate, rate, table
 from training.compilation import compile_step
 
@@ -32,7 +32,7 @@ def generation(
 ) -> list[dict]:
     torch.set_num_threads(threads)
     torch.manual_seed(0)
-    model = GPT(VOCABULARY, **SHAPE, max_seq_len=max(far + 16, PROMPT + new_tokens)).to(device).eval()
+    model = GPT(VOCABULARY, ModelConfig(**SHAPE, max_seq_len=max(far + 16, PROMPT + new_tokens))).to(device).eval()
     plain, small = pack_for_decoding(copy.deepcopy(model)), pack_for_decoding(copy.deepcopy(model), int8=True)
     other = hugging_face(model)
     results = []
@@ -92,10 +92,10 @@ def hugging_face(model: GPT):
     """The same weights in transformers' Llama, whose RoPE pairs dimensions as ours."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    a = model.arguments
-    shape = {"hidden_size": a["d_model"], "num_hidden_layers": a["n_layers"], "num_attention_heads": a["n_heads"]}
-    shape |= {"intermediate_size": a["d_ff"], "vocab_size": a["vocab_size"], "rms_norm_eps": a["norm_eps"]}
-    config = LlamaConfig(**shape, max_position_embeddings=a["max_seq_len"], tie_word_embeddings=True, eos_token_id=None)
+    c = model.config
+    shape = {"hidden_size": c.d_model, "num_hidden_layers": c.n_layers, "num_attention_heads": c.n_heads}
+    shape |= {"intermediate_size": c.d_ff, "vocab_size": model.vocab_size, "rms_norm_eps": c.norm_eps}
+    config = LlamaConfig(**shape, max_position_embeddings=c.max_seq_len, tie_word_embeddings=True, eos_token_id=None)
     other = LlamaForCausalLM(config).to(model.embedding.weight.device).eval()
     others = {"attention_norm.gain": "input_layernorm", "feed_forward_norm.gain": "post_attention_layernorm"}
     others |= {f"attention.w{x}.weight": f"self_attn.{x}_proj" for x in "qkvo"}
@@ -122,10 +122,10 @@ def llama2c(checkout: Path, model: GPT, n: int, threads: int) -> Callable[[], fl
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     flags = ["-Ofast", "-march=native", "-fopenmp"]
     subprocess.run(["cc", *flags, "-o", folder / "run", checkout / "run.c", "-lm"], check=True)
-    a, blocks = model.arguments, [dict(block.named_parameters()) for block in model.blocks]
+    c, blocks = model.config, [dict(block.named_parameters()) for block in model.blocks]
 
     def interleaved(weight: torch.Tensor) -> torch.Tensor:
-        return rearrange(weight, "(h two i) d -> (h i two) d", h=a["n_heads"], two=2)
+        return rearrange(weight, "(h two i) d -> (h i two) d", h=c.n_heads, two=2)
 
     pieces = [model.embedding.weight]
     pieces += [block["attention_norm.gain"] for block in blocks]
@@ -133,8 +133,8 @@ def llama2c(checkout: Path, model: GPT, n: int, threads: int) -> Callable[[], fl
     pieces += [block[f"attention.w{x}.weight"] for x in "vo" for block in blocks]
     pieces += [block["feed_forward_norm.gain"] for block in blocks]
     pieces += [block[f"feed_forward.{x}.weight"] for x in ("gate", "down", "up") for block in blocks]
-    rope = torch.zeros(a["max_seq_len"], a["d_model"] // a["n_heads"])  # tables that it skips
-    header = [a["d_model"], a["d_ff"], a["n_layers"], a["n_heads"], a["n_heads"], a["vocab_size"], a["max_seq_len"]]
+    rope = torch.zeros(c.max_seq_len, c.d_model // c.n_heads)  # tables that it skips
+    header = [c.d_model, c.d_ff, c.n_layers, c.n_heads, c.n_heads, model.vocab_size, c.max_seq_len]
     with (folder / "model.bin").open("wb") as file:
         file.write(np.array(header, np.int32).tobytes())
         for piece in [*pieces, model.norm.gain, rope]:

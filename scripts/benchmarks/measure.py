@@ -4,7 +4,6 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict
 from itertools import accumulate
 
 import torch
@@ -12,7 +11,8 @@ from hydra import compose, initialize_config_dir
 from torch.profiler import ProfilerActivity, profile
 
 from conf.entry import REPOSITORY
-from conf.schema import Prepare, parse
+from conf.parsing import parse
+from conf.scripts import Prepare
 from data.corpus import Corpus
 from data.prepare import prepare
 
@@ -87,4 +87,4 @@ def prepared(source: str, tokenizer: str) -> tuple[Prepare, Corpus]:
     """The settings and the corpus of a choice of the group `data` and one of `tokenizer`."""
     with initialize_config_dir(str(REPOSITORY / "conf"), version_base="1.3"):
         cfg = parse(compose("prepare", overrides=[f"data={source}", f"tokenizer={tokenizer}"]), Prepare)
-    return cfg, prepare(asdict(cfg.data), asdict(cfg.tokenizer))
+    return cfg, prepare(cfg.data, cfg.tokenizer)

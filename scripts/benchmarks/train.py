@@ -11,14 +11,14 @@ import torch
 from torch import nn
 
 from kernels import build
-from model import GPT
+from model import GPT, ModelConfig
 from scripts.benchmarks.measure import alternate, copy_rate, peak_memory, product_rate, synchronise, table
 from training import auto
 from training.backend import choose_ops
 from training.compilation import compile_forward
 from training.estimate import flops_per_token
 from training.gradients import compute_gradients, gradient_norm
-from training.optimizer import build_optimizer
+from training.optimizer import OptimizerConfig, build_optimizer
 from training.step import update
 
 SHAPES = {  # of models, and of the batches that they get
@@ -126,7 +126,7 @@ def contestants(s: Shape, peer: Path | None):
 
 def plain_model(s: Shape) -> GPT:
     shape = {"d_model": s.d_model, "n_layers": s.n_layers, "n_heads": s.n_heads, "d_ff": s.d_ff}
-    return GPT(s.vocabulary, **shape, max_seq_len=s.seq_len).to(s.device)
+    return GPT(s.vocabulary, ModelConfig(**shape, max_seq_len=s.seq_len)).to(s.device)
 
 
 def inkling(s: Shape, precision: str, how: str) -> Callable[[], object]:
@@ -138,8 +138,8 @@ def inkling(s: Shape, precision: str, how: str) -> Callable[[], object]:
     model.use(choose_ops(attention, how == "kernels"))
     autocast, forward = auto.autocast(s.device, precision), None
     batch = {"tokens": s.tokens, "targets": s.targets}
-    options = {"betas": [0.9, 0.99], "eps": 1e-8, "weight_decay": 0.1}
-    optimizer = build_optimizer(model, precision, name="adamw", **RATES, **options)
+    config = OptimizerConfig("adamw", **RATES, betas=[0.9, 0.99], eps=1e-8, weight_decay=0.1)
+    optimizer = build_optimizer(model, config, precision)
     scaler = torch.amp.GradScaler(s.device.type, enabled=False)
 
     def step():

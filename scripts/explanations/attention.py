@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from conf.schema import Explain
+from conf.scripts import Explain
 from insight import attribution, maps
 from insight.page import write_page
 from insight.patching import ablate, heads, patch, rank_correlation, record, recovered

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from conf.schema import Explain
+from conf.scripts import Explain
 from data.readers import unescape
 from data.tokenizer import Tokenizer
 from insight import attribution, maps

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from conf.schema import Explain
+from conf.scripts import Explain
 from insight import maps
 from insight.lens import logit_lens
 from insight.patching import ablate, branches, everything, heads, patch, patch_each_position, record, recovered

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from conf.schema import Explain
+from conf.scripts import Explain
 from insight import attribution, maps
 from insight.patching import last_logits, swaps
 from scripts.explanations.case import Case

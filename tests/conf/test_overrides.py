@@ -8,7 +8,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from conf.overrides import IF_ONE, MOST_ITEMS, readable
-from conf.schema import Evaluate, Generate, Train
+from conf.schema import Train
+from conf.scripts import Evaluate, Generate
 
 STRANGE = [
     "ü.txt",

@@ -8,7 +8,8 @@ from omegaconf import OmegaConf
 
 from conf import resumed
 from conf.entry import REPOSITORY
-from conf.schema import Train, parse
+from conf.parsing import parse
+from conf.schema import Train
 
 TRAIN = str(REPOSITORY / "train.py")
 

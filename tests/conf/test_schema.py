@@ -9,32 +9,18 @@ import pytest
 import torch
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
+from pydantic import TypeAdapter
 
 from conf.entry import REPOSITORY
-from conf.schema import (
-    Data,
-    DeviceSpec,
-    Doctor,
-    Evaluate,
-    Every,
-    Explain,
-    Generate,
-    ImportHF,
-    Lessons,
-    Model,
-    Optimizer,
-    Prepare,
-    Sample,
-    Schedule,
-    Tokenizer,
-    Tracking,
-    Train,
-    parse,
-)
-from model import GPT
+from conf.parsing import parse
+from conf.schema import Train
+from conf.scripts import Doctor, Evaluate, Explain, Generate, ImportHF, Lessons, Prepare
+from data.config import Name, PathName
+from model import GPT, ModelConfig
 from model.feed_forward import FEED_FORWARDS
 from model.norm import NORMS
 from model.positions import SCALINGS, SCHEMES
+from training import checkpoint
 from training.optimizer import build_optimizer
 from training.schedule import rate_factor
 
@@ -67,16 +53,14 @@ NEEDS = {
 def test_every_yaml_composes_and_builds(settings, override):
     needs = NEEDS.get(override, [])
     if "init_from=begun" in needs:
-        begun = GPT(300, **asdict(settings("model=nano").model)).arguments
+        begun = checkpoint.arguments_of(GPT(300, settings("model=nano").model))
         Path("begun").mkdir()
         Path("begun/model.json").write_text(json.dumps({"arguments": begun, "seq_len": 128}))
     cfg = settings(override, *needs)
-    model = GPT(300, **asdict(cfg.model))
-    settings = asdict(cfg.optimizer)
-    settings.pop("clip")
-    build_optimizer(model, **settings)
+    model = GPT(300, cfg.model)
+    build_optimizer(model, cfg.optimizer)
     for step in range(0, cfg.steps, 7):
-        assert rate_factor(step, cfg.steps, **asdict(cfg.schedule)) > 0
+        assert rate_factor(step, cfg.steps, cfg.schedule) > 0
     tokens = torch.randint(300, (1, 32))
     loss, count = model(tokens, targets=tokens)
     assert torch.isfinite(loss) and count == 32
@@ -117,7 +101,8 @@ def test_the_scripts_settings_compose(settings):
         ("model.dropout=1", "below 1, got 1"),
         ("model.theta=1", "model.theta must be above 1, got 1.0"),
         ("model.soft_cap=inf", "model.soft_cap must be finite, got inf"),
-        ("optimizer.lr=nan", "above 0, got nan"),
+        ("optimizer.lr=nan", "optimizer.lr must be a number, got nan"),
+        ("steps=true", "steps must be a number, got true"),
         ("optimizer.betas=[0.9]", "two numbers"),
         ("optimizer.betas=[0.9,1.5]", "optimizer.betas must be below 1, got 1.5"),
         ("steps=0", "at least 1, got 0"),
@@ -177,11 +162,11 @@ def test_what_cannot_be_is_refused_with_the_values(settings, override, message):
     [("positions", SCHEMES), ("rope_scaling", SCALINGS), ("norm", NORMS), ("feed_forward", FEED_FORWARDS)],
 )
 def test_the_words_of_the_settings_are_those_of_the_model(settings, name, words):
-    (field,) = (field for field in fields(Model) if field.name == name)
-    assert set(field.metadata["choices"]) == set(words)
+    (kind,) = (field.type for field in fields(ModelConfig) if field.name == name)
+    assert {word for part in (kind, *get_args(kind)) for word in get_args(part) if isinstance(word, str)} == set(words)
     for word in words:
         factor = ["model.rope_factor=2"] if name == "rope_scaling" else []
-        GPT(300, **asdict(settings(f"model.{name}={word}", *factor).model))
+        GPT(300, settings(f"model.{name}={word}", *factor).model)
 
 
 def test_a_setting_that_is_missing_is_named(settings):
@@ -192,7 +177,7 @@ def test_a_setting_that_is_missing_is_named(settings):
 def test_parsing_leaves_what_was_composed_as_it_was(settings):
     composed = OmegaConf.create(asdict(settings()))
     before = OmegaConf.to_yaml(composed)
-    parse(composed)
+    parse(composed, Train)
     assert OmegaConf.to_yaml(composed) == before
 
 
@@ -224,7 +209,7 @@ def test_every_strange_value_of_every_setting_is_in_range_or_refused_by_name(con
     refusals = 0
     for cfg, kind in [(composed, Doctor)] if config == "doctor" else groups(composed, SCHEMAS[config]):
         for field in fields(kind):
-            if is_dataclass(field.type) or (kind is Doctor and field in fields(Train)):
+            if is_dataclass(field.type) or (kind is Doctor and field.name in {one.name for one in fields(Train)}):
                 continue
             for value in NUMBERS if inner(field.type) & {int, float} else TEXTS:
                 changed = copy.deepcopy(cfg)
@@ -236,7 +221,7 @@ def test_every_strange_value_of_every_setting_is_in_range_or_refused_by_name(con
                     refusals += 1
                     continue
                 assert "\0" not in str(parsed), field.name
-                assert parsed != "" or "a name" not in field.metadata, field.name
+                assert parsed != "" or field.type not in (Name, PathName, Name | None, PathName | None), field.name
                 assert not (isinstance(parsed, bool) and bool not in inner(field.type)), (field.name, value)
                 if isinstance(parsed, int | float):
                     assert abs(parsed) <= (2**62 if isinstance(parsed, int) else 1e30), (field.name, value)
@@ -244,10 +229,16 @@ def test_every_strange_value_of_every_setting_is_in_range_or_refused_by_name(con
 
 
 def test_every_number_has_an_upper_bound():
-    for kind in {Model, Data, Tokenizer, Optimizer, Schedule, Every, Sample, Tracking, DeviceSpec, *SCHEMAS.values()}:
-        for field in fields(kind):
-            if inner(field.type) & {int, float} and field.name != "micro_batch":
-                assert field.metadata["at most"] is not None or field.metadata["below"] is not None, field.name
+    def bounded(shape: dict) -> bool:
+        parts = [*shape.get("anyOf", []), *(shape[name] for name in ("items", "additionalProperties") if name in shape)]
+        of_its_own = shape.get("type") not in ("integer", "number") or {"maximum", "exclusiveMaximum"} & shape.keys()
+        return bool(of_its_own) and all(bounded(part) for part in parts if isinstance(part, dict))
+
+    for schema in SCHEMAS.values():
+        shape = TypeAdapter(schema).json_schema()
+        for group in (shape, *shape.get("$defs", {}).values()):
+            for name, value in group["properties"].items():
+                assert name == "micro_batch" or bounded(value), name
 
 
 @pytest.mark.parametrize(
@@ -279,7 +270,7 @@ def test_corpora_that_are_mixed_lie_in_the_home_folder_too(settings, monkeypatch
     monkeypatch.setenv("HOME", "/home/me")
     composed = OmegaConf.create(asdict(settings("data=mixture", "data.corpora={a: 1}")))
     composed.data.corpora = {"~/a": 0.5, "b": 0.5}
-    assert parse(composed).data.corpora == {"/home/me/a": 0.5, "b": 0.5}
+    assert parse(composed, Train).data.corpora == {"/home/me/a": 0.5, "b": 0.5}
 
 
 def test_a_run_is_as_long_as_steps_or_as_epochs_say(settings):

@@ -1,34 +1,32 @@
 """Conversations: what of them is learned, from rows in files to targets in batches."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from texts import BYTES, FILES
 
 from data import chat, sources
 from data import prepare as prepare_module
 from data.batches import IGNORE, make_batches
+from data.config import DataConfig
 from data.corpus import open_corpus, open_mixture
 from data.prepare import prepare
 from data.tokenizer import BPETokenizer, ByteTokenizer, read_json
-from model import GPT
+from model import GPT, ModelConfig
 from training.evaluation import evaluate
 
 TEMPLATE = {"system": "{}\n", "user": "User: {}\n", "assistant": "Assistant: {}\n"}
-BYTES = {"kind": "bytes", "vocab_size": None, "pattern": None, "special": ["<|endoftext|>"], "train_chars": 10**6}
-BYTES |= {"encoding": None, "path": None, "beginning": None}
 TURNS = st.lists(st.tuples(st.sampled_from(sorted(TEMPLATE)), st.text("ab \n:ü{}", max_size=6)), max_size=6)
 
 
-def settings_of(**changes) -> dict:
-    unused = dict.fromkeys(("wheel", "repo", "config", "split", "revision", "corpora", "max_tokens", "separator"))
-    unused |= dict.fromkeys(chat.COLUMNS)
-    data = {"source": "files", "paths": ["chat.jsonl"], "column": "text", "template": TEMPLATE, "validation": []}
-    data |= {"encoding_errors": "strict", "validation_share": 0.2, "prompt": ""}
-    return unused | data | {"messages_column": "messages"} | changes
+def settings_of(**changes) -> DataConfig:
+    chat = {"paths": ["chat.jsonl"], "template": TEMPLATE, "messages_column": "messages", "validation_share": 0.2}
+    return replace(FILES, **chat | changes)
 
 
 def messages(turns) -> list[dict]:
@@ -160,7 +158,7 @@ def test_the_loss_of_packed_rows_is_that_of_the_answers_of_each_conversation_alo
     write([{"messages": messages(turns)} for turns in ROWS])
     corpus = prepare(settings_of(), BYTES)
     torch.manual_seed(0)
-    model = GPT(257, d_model=16, n_layers=2, n_heads=2, d_ff=32, max_seq_len=64).eval()
+    model = GPT(257, ModelConfig(d_model=16, n_layers=2, n_heads=2, d_ff=32, max_seq_len=64)).eval()
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.2)
     batches = make_batches(corpus, rows=1, seq_len=64, seed=0, packing="documents")
@@ -210,7 +208,7 @@ def test_validation_counts_answers_and_their_bytes_only():
     write([{"messages": messages(turns)} for turns in ROWS])
     corpus = prepare(settings_of(), BYTES)
     text = corpus.validation
-    model = GPT(257, d_model=16, n_layers=1, n_heads=2, d_ff=32, max_seq_len=16)
+    model = GPT(257, ModelConfig(d_model=16, n_layers=1, n_heads=2, d_ff=32, max_seq_len=16))
     lengths = corpus.tokenizer.token_lengths()
     for limit in (None, 16):
         result = evaluate(model, text.read, len(text), lengths, learned=text.learned, seq_len=16, limit=limit)

@@ -4,33 +4,33 @@ import json
 import re
 import resource
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from texts import BYTES, FILES
 
 from conf.entry import one_line
 from data import prepare as prepare_module
+from data.config import DataConfig
 from data.corpus import open_corpus
 from data.prepare import corpus_folder, merge_parts, prepare, prepare_part, work_folder
 
-BYTES = {"kind": "bytes", "vocab_size": None, "pattern": None, "special": ["<|endoftext|>"], "train_chars": 10**6}
-BYTES |= {"encoding": None, "path": None, "beginning": None}
 DOCUMENTS = [{"messages": [{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": "yes, " * 9}]}
              for n in range(9)]  # fmt: skip
 
 
-def settings(folder: Path, conversations: bool = False) -> dict:
-    """Of the group `data`: nine short texts, or as many conversations."""
+def settings(folder: Path, conversations: bool = False) -> DataConfig:
+    """Nine short texts, or as many conversations."""
     path = folder / "texts.jsonl"
     rows = DOCUMENTS if conversations else [{"text": f"document {n}\n" * 30} for n in range(9)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    data = dict.fromkeys(("wheel", "repo", "config", "split", "revision", "corpora", "max_tokens", "separator"))
-    data |= {"source": "files", "paths": [str(path)], "validation": [], "validation_share": 0.2, "column": "text"}
-    if conversations:
-        template = {"system": "{}\n", "user": "User: {}\n", "assistant": "Assistant: {}\n"}
-        data |= {"messages_column": "messages", "prompt_column": None, "answer_column": None, "template": template}
-    return data | {"encoding_errors": "strict", "prompt": ""}
+    data = replace(FILES, paths=[str(path)], validation_share=0.2)
+    if not conversations:
+        return data
+    template = {"system": "{}\n", "user": "User: {}\n", "assistant": "Assistant: {}\n"}
+    return replace(data, messages_column="messages", template=template)
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,6 @@
 """Datasets of the Hub, through the real `datasets`, from a server of our own."""
 
 import re
-from dataclasses import asdict
 from pathlib import Path
 
 import pyarrow
@@ -113,7 +112,7 @@ def test_one_that_stays_broken_is_one_line_and_leaves_no_half_corpus(monkeypatch
     cfg = settings(
         "data=hub", "data.repo=a/b", "data.validation_share=0.1", "tokenizer=bytes", "tokenizer.train_chars=9"
     )
-    arguments = asdict(cfg.data), asdict(cfg.tokenizer)
+    arguments = cfg.data, cfg.tokenizer
     with pytest.raises(ValueError, match=r"data.repo=a/b: reading broke off behind row 119: the server is gone"):
         prepare_module.prepare(*arguments)
     assert not list(Path("corpora").glob("b-*"))

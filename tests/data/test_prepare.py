@@ -3,12 +3,14 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from threading import Thread
 
 import numpy as np
 import pytest
 from filelock import FileLock
+from texts import BYTES, FILES
 
 from conf.entry import REPOSITORY
 from data import prepare as prepare_module
@@ -17,17 +19,12 @@ from data.prepare import merge_parts, planned_vocabulary, prepare, prepare_part
 from data.readers import Document
 from data.tokenizer import ByteTokenizer, CharacterTokenizer
 
-BYTES = {"kind": "bytes", "vocab_size": None, "pattern": None, "special": ["<|endoftext|>"], "train_chars": 10**6}
-BYTES |= {"encoding": None, "path": None, "beginning": None}
-
 
 @pytest.fixture
 def data(tmp_path):
     for i in range(5):
         (tmp_path / f"{i}.txt").write_text(f"document {i}\n" * 50)
-    unused = dict.fromkeys(("wheel", "repo", "config", "split", "revision", "corpora", "max_tokens", "separator"))
-    settings = {"paths": ["*.txt"], "validation": ["3.txt"], "validation_share": 0.1, "column": "text", "prompt": ""}
-    return {"source": "files", "encoding_errors": "strict", **settings, **unused}
+    return replace(FILES, validation=["3.txt"])
 
 
 def test_a_corpus_holds_its_documents_with_end_of_text_between(data):
@@ -39,7 +36,17 @@ def test_a_corpus_holds_its_documents_with_end_of_text_between(data):
     assert corpus.manifest["splits"]["train"]["bytes"] == 4 * 550
 
 
-BPE = BYTES | {"kind": "bpe", "vocab_size": 270, "pattern": r"\w+|\W", "special": ["<|end|>", "<|user|>", "<|bot|>"]}
+BPE = replace(BYTES, kind="bpe", vocab_size=270, pattern=r"\w+|\W", special=["<|end|>", "<|user|>", "<|bot|>"])
+
+
+def test_a_corpus_keeps_its_name_from_version_to_version():
+    """Also one that was prepared when there was no parse_special, nor any conversation."""
+    hub = replace(FILES, source="hub", repo="a/b")
+    both = BPE, replace(BPE, parse_special=True)
+    assert [prepare_module.corpus_folder(hub, tokenizer, Path()).name for tokenizer in both] == [
+        "b-bpe270-6b75be76f3",
+        "b-bpe270-6ac05ce474",
+    ]
 
 
 def test_special_tokens_in_a_text_are_tokens_where_asked_for_and_else_a_line_says_that_they_are_not(
@@ -53,8 +60,7 @@ def test_special_tokens_in_a_text_are_tokens_where_asked_for_and_else_a_line_say
         "tokenizer.parse_special=true makes it a token"
         for name, n in (("<|user|>", 10), ("<|bot|>", 5))
     ]
-    assert prepare_module.corpus_folder(data, BPE | {"parse_special": False}, Path("corpora")) == plain.folder
-    corpus = prepare(data, BPE | {"parse_special": True})
+    corpus = prepare(data, replace(BPE, parse_special=True))
     assert corpus.folder != plain.folder and "tokenizer.special" not in capsys.readouterr().out
     end, user, bot = corpus.tokenizer.special.values()
     ids = corpus.validation.read(0, len(corpus.validation))
@@ -69,10 +75,10 @@ def test_special_tokens_in_a_text_are_tokens_where_asked_for_and_else_a_line_say
 
 def test_names_that_a_tokenizer_json_does_not_have_are_refused_where_they_shall_be_tokens(llama_tokenizer):
     Path("tokenizer.json").write_text(llama_tokenizer)
-    settings = BYTES | {"kind": "json", "path": "tokenizer.json", "beginning": "<s>"}
+    settings = replace(BYTES, kind="json", path="tokenizer.json", beginning="<s>")
     for special, message in ((["</s>", "<|user|>"], "<|user|> is none of"), (["</s>", "<unk>"], None)):
-        assert not prepare_module.make_tokenizer(settings | {"special": special}, [], []).parse_special
-        parsed = settings | {"special": special, "parse_special": True}
+        assert not prepare_module.make_tokenizer(replace(settings, special=special), [], []).parse_special
+        parsed = replace(settings, special=special, parse_special=True)
         if message is None:
             assert prepare_module.make_tokenizer(parsed, [], []).encode("<unk>").tolist() == [0]
             continue
@@ -138,7 +144,7 @@ def test_shards_join_without_a_seam(data, monkeypatch):
 def test_a_large_vocabulary_takes_wider_numbers(data, tmp_path):
     characters = "".join(map(chr, range(32, 0xD800))) + "".join(map(chr, range(0xE000, 0x12000)))
     (tmp_path / "0.txt").write_text(characters, encoding="utf-8")
-    corpus = prepare(data, {**BYTES, "kind": "chars"})
+    corpus = prepare(data, replace(BYTES, kind="chars"))
     assert corpus.manifest["dtype"] == "uint32"
     assert corpus.tokenizer.decode(corpus.train.read(0, len(characters))) == characters
 
@@ -153,7 +159,7 @@ def test_an_id_outside_the_vocabulary_is_never_written():
 
 
 def test_a_pattern_that_loses_text_is_refused(data):
-    letters = {**BYTES, "kind": "bpe", "vocab_size": 300, "pattern": r"\p{L}+"}
+    letters = replace(BYTES, kind="bpe", vocab_size=300, pattern=r"\p{L}+")
     with pytest.raises(
         ValueError, match=r"of 0.txt and what follows, .* the tokens hold .*: tokenizer.pattern must match"
     ):
@@ -163,9 +169,9 @@ def test_a_pattern_that_loses_text_is_refused(data):
 @pytest.mark.parametrize("killed", [False, True])
 def test_max_tokens_ends_early(data, monkeypatch, killed):
     """Also where a run that was killed just before its end resumes; the last document is cut."""
-    whole = prepare(data | {"validation": ["0.txt"]}, BYTES)
+    whole = prepare(replace(data, validation=["0.txt"]), BYTES)
     monkeypatch.setattr(prepare_module, "GROUP_CHARS", 100)
-    data |= {"validation": ["0.txt"], "max_tokens": 1000}
+    data = replace(data, validation=["0.txt"], max_tokens=1000)
     if killed:
         monkeypatch.setattr(prepare_module, "SHARD_TOKENS", 551)
         with monkeypatch.context() as patch, pytest.raises(KeyError):
@@ -185,9 +191,9 @@ def test_max_tokens_holds_for_a_single_text_and_several_parts(data, monkeypatch)
     monkeypatch.setattr(prepare_module, "GROUP_CHARS", 100)
     Path("one").mkdir()
     Path("one", "long.txt").write_text("0123456789\n" * 500)
-    one = prepare(data | {"paths": ["one/*.txt"], "validation": [], "max_tokens": 100}, BYTES)
+    one = prepare(replace(data, paths=["one/*.txt"], validation=[], max_tokens=100), BYTES)
     assert len(one.train) == 100 and len(one.validation) > 0
-    data |= {"validation": ["0.txt"], "max_tokens": 100}
+    data = replace(data, validation=["0.txt"], max_tokens=100)
     folder = one.folder.with_name("parts")
     for part in range(3):
         prepare_part(data, BYTES, folder, part, 3)
@@ -198,8 +204,8 @@ def test_max_tokens_holds_for_a_single_text_and_several_parts(data, monkeypatch)
 def test_what_is_named_for_validation_is_found_after_max_tokens_too(data, monkeypatch):
     monkeypatch.setattr(prepare_module, "GROUP_CHARS", 100)
     last = "4.txt"
-    named = prepare(data | {"validation": [last]}, BYTES)
-    corpus = prepare(data | {"validation": [last], "max_tokens": 10}, BYTES)
+    named = prepare(replace(data, validation=[last]), BYTES)
+    corpus = prepare(replace(data, validation=[last], max_tokens=10), BYTES)
     assert len(corpus.train) == 10
     assert (
         corpus.validation.read(0, len(corpus.validation)).tolist()
@@ -208,7 +214,7 @@ def test_what_is_named_for_validation_is_found_after_max_tokens_too(data, monkey
 
 
 def test_workers_that_share_the_files_make_the_corpus_of_one(data):
-    data["validation"] = ["0.txt"]
+    data = replace(data, validation=["0.txt"])
     whole = prepare(data, BYTES)
     folder = whole.folder.with_name("shared")
     for part in (2, 0):
@@ -239,15 +245,15 @@ def test_a_text_that_changes_meanwhile_and_parts_of_another_number_are_refused(d
 
 
 def test_a_tokenizer_counts_by_what_it_holds_and_not_by_where_it_is(data, tmp_path):
-    first = prepare(data, {**BYTES, "kind": "chars"})
-    saved = {**BYTES, "kind": "saved"}
+    first = prepare(data, replace(BYTES, kind="chars"))
+    saved = replace(BYTES, kind="saved", path="later")
     names = []
     for place in ("a", "b"):
         first.tokenizer.save(tmp_path / place)
-        names.append(prepare_module.corpus_folder(data, {**saved, "path": str(tmp_path / place)}, Path("corpora")))
+        names.append(prepare_module.corpus_folder(data, replace(saved, path=str(tmp_path / place)), Path("corpora")))
     assert names[0] == names[1]
     with pytest.raises(ValueError, match="tokenizer.path: there is no tokenizer in nowhere"):
-        prepare(data, {**saved, "path": "nowhere"})
+        prepare(data, replace(saved, path="nowhere"))
 
 
 def test_a_shard_that_changed_before_merging_is_found(data):
@@ -268,6 +274,7 @@ def flip(path):
 KILLED = """
 import os, signal, sys
 from data import prepare
+from data.config import DataConfig, TokenizerConfig
 prepare.SHARD_TOKENS, prepare.GROUP_CHARS = 300, 200
 replace, left = os.replace, int(sys.argv[1])
 def dying(source, target):
@@ -289,7 +296,7 @@ def test_one_that_is_killed_at_any_point_goes_on_to_the_same_corpus(data, monkey
         environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
         return subprocess.run(arguments, capture_output=True, text=True, env=environment)
 
-    data["validation"] = []
+    data = replace(data, validation=[])
     for i in range(30):
         (tmp_path / f"{i}.txt").write_text("".join(f"line {line} of {i}\n" for line in range(10)))
     went_on = 0
@@ -318,19 +325,19 @@ def test_preparing_needs_no_torch():
 
 def test_corpora_are_mixed_if_they_share_a_tokenizer(data):
     first = prepare(data, BYTES)
-    second = prepare({**data, "validation": ["0.txt"]}, BYTES)
+    second = prepare(replace(data, validation=["0.txt"]), BYTES)
     mixed = open_mixture({str(first.folder): 0.7, str(second.folder): 0.3})
     assert len(mixed.train) == len(first.train) + len(second.train)
     assert len(mixed.validation) == 2 * 551
     assert [weight for _, weight in mixed.mixture] == [0.7, 0.3]
     assert mixed.fingerprint() != open_mixture({str(first.folder): 0.6, str(second.folder): 0.4}).fingerprint()
-    other = prepare(data, {**BYTES, "kind": "chars"})
+    other = prepare(data, replace(BYTES, kind="chars"))
     with pytest.raises(ValueError, match="different tokenizers: prepare one with tokenizer=saved"):
         open_mixture({str(first.folder): 0.7, str(other.folder): 0.3})
     for weight in (-1, 0, float("nan")):
         with pytest.raises(ValueError, match="above 0 and finite, got"):
             open_mixture({str(first.folder): weight})
-    again = prepare(data, {**BYTES, "kind": "saved", "path": str(other.folder / "tokenizer")})
+    again = prepare(data, replace(BYTES, kind="saved", path=str(other.folder / "tokenizer")))
     assert again.tokenizer.fingerprint() == other.tokenizer.fingerprint()
 
 
@@ -411,18 +418,11 @@ def test_the_size_of_a_vocabulary_is_known_before_the_text(tmp_path, llama_token
     (tmp_path / "tokenizer.json").write_text(llama_tokenizer)
     ByteTokenizer().save(tmp_path / "saved")
     path = {"json": "tokenizer.json", "saved": "saved"}.get(kind)
-    settings = {
-        "kind": kind,
-        "vocab_size": 300,
-        "encoding": None,
-        "path": path,
-        "special": ["</s>"],
-        "beginning": "<s>",
-    }
-    size, _ = planned_vocabulary({"source": "files"}, settings)
+    tokenizer = replace(BYTES, kind=kind, vocab_size=300, pattern=".", path=path, special=["</s>"], beginning="<s>")
+    size, _ = planned_vocabulary(FILES, tokenizer)
     assert size == {"bytes": 257, "bpe": 300, "json": 267, "saved": 257}[kind]
 
 
 def test_a_mixture_has_the_vocabulary_of_its_corpora(tmp_path):
     ByteTokenizer().save(tmp_path / "a" / "tokenizer")
-    assert planned_vocabulary({"source": "mixture", "corpora": {"a": 1.0}}, {})[0] == 257
+    assert planned_vocabulary(replace(FILES, source="mixture", corpora={"a": 1.0}), BYTES)[0] == 257

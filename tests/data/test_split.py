@@ -2,10 +2,12 @@
 
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from texts import BYTES, FILES
 
 from data.corpus import open_token_files
 from data.prepare import prepare
@@ -97,36 +99,25 @@ def test_of_a_stream_no_document_that_is_most_of_the_text_is_held_out_whole(monk
     assert others[1] == ["validation" if hash < 0.1 else "train"]  # a short one is held out, or not, as ever
 
 
-def test_what_is_held_out_does_not_depend_on_how_much_a_tokenizer_learns_from(settings, tmp_path):
+def test_what_is_held_out_does_not_depend_on_how_much_a_tokenizer_learns_from(tmp_path):
     for document in texts([4_000, *[300] * 9]):
         (tmp_path / f"{document.name}.txt").write_text(document.text)
     held = []
     for train_chars in (10, 1_000, 10**6):
-        corpus = prepare(settings, TOKENIZER | {"train_chars": train_chars}, root=Path(f"corpora{train_chars}"))
+        corpus = prepare(FILES, replace(BYTES, train_chars=train_chars), root=Path(f"corpora{train_chars}"))
         held.append(len(corpus.validation))
         assert is_about(len(corpus.validation) / (len(corpus.train) + len(corpus.validation)), 0.1)
     assert len(set(held)) == 1
 
 
-TOKENIZER = {"kind": "bytes", "vocab_size": None, "pattern": None, "special": ["<|endoftext|>"], "train_chars": 10**6}
-TOKENIZER |= {"encoding": None, "path": None, "beginning": None}
-
-
-@pytest.fixture
-def settings(tmp_path):
-    unused = dict.fromkeys(("wheel", "repo", "config", "split", "revision", "corpora", "max_tokens", "separator"))
-    settings = {"paths": ["*.txt"], "validation": [], "validation_share": 0.1, "column": "text", "prompt": ""}
-    return {"source": "files", "encoding_errors": "strict", **settings, **unused}
-
-
-def test_a_share_far_from_the_one_asked_for_is_said_and_one_that_is_near_is_not(settings, tmp_path, capsys):
+def test_a_share_far_from_the_one_asked_for_is_said_and_one_that_is_near_is_not(tmp_path, capsys):
     for document in texts([3_000] * 10):
         (tmp_path / f"{document.name}.txt").write_text(document.text)
-    prepare(settings, TOKENIZER)
+    prepare(FILES, BYTES)
     assert "of the text is held out" not in capsys.readouterr().out
     for path in tmp_path.glob("?.txt"):
         path.write_text(path.name)
-    prepare(settings | {"validation_share": 0.01}, TOKENIZER)  # less than a character
+    prepare(replace(FILES, validation_share=0.01), BYTES)  # less than a character
     assert "10.00% of the text is held out, data.validation_share=0.01 asks for 1.00%" in capsys.readouterr().out
 
 
@@ -159,20 +150,20 @@ def test_files_of_tokens_that_are_split_another_way_are_another_text(tmp_path):
     "pattern",
     ["q/v.jsonl", "v.jsonl", "*v.jsonl", "./q/v.jsonl", "q", "q/", "*/v.*", "{here}/q/v.jsonl", "q/v.jsonl:*"],
 )
-def test_a_pattern_of_a_file_holds_out_all_its_documents(settings, tmp_path, pattern):
+def test_a_pattern_of_a_file_holds_out_all_its_documents(tmp_path, pattern):
     (tmp_path / "q").mkdir()
     for name in ("t.jsonl", "q/v.jsonl"):
         rows = [json.dumps({"text": f"{name} {i}"}) for i in range(30)]
         (tmp_path / name).write_text("\n".join(rows))
     paths = {"paths": ["t.jsonl", "q/*.jsonl"], "validation": [pattern.format(here=tmp_path)]}
-    splits = prepare(settings | paths, TOKENIZER).manifest["splits"]
+    splits = prepare(replace(FILES, **paths), BYTES).manifest["splits"]
     assert [splits[name]["documents"] for name in ("train", "validation")] == [30, 30]
 
 
-def test_a_file_whose_name_looks_like_a_pattern_is_itself(settings, tmp_path):
+def test_a_file_whose_name_looks_like_a_pattern_is_itself(tmp_path):
     for name in ("a[1].txt", "b.txt"):
         (tmp_path / name).write_text(name * 20)
-    splits = prepare(settings | {"validation": ["a[1].txt"]}, TOKENIZER).manifest["splits"]
+    splits = prepare(replace(FILES, validation=["a[1].txt"]), BYTES).manifest["splits"]
     assert splits["validation"]["bytes"] == 8 * 20
     assert is_file_named("a[1].txt", "a*") and not is_file_named("a1.txt", "a[2].txt")
 
@@ -186,19 +177,19 @@ def test_a_file_whose_name_looks_like_a_pattern_is_itself(settings, tmp_path):
         (["*.txt"], "nothing is left to train on: all 2 files are held out"),
     ],
 )
-def test_names_of_files_are_looked_at_before_any_text(settings, tmp_path, monkeypatch, validation, message):
+def test_names_of_files_are_looked_at_before_any_text(tmp_path, monkeypatch, validation, message):
     for name in ("t.txt", "val.txt"):
         (tmp_path / name).write_text(name * 20)
     monkeypatch.setattr("data.sources.documents", None)
     with pytest.raises(ValueError, match=message):
-        prepare(settings | {"validation": validation}, TOKENIZER)
+        prepare(replace(FILES, validation=validation), BYTES)
 
 
-def test_a_name_that_no_document_of_the_hub_can_have_is_refused_before_any_text(settings, monkeypatch):
+def test_a_name_that_no_document_of_the_hub_can_have_is_refused_before_any_text(monkeypatch):
     monkeypatch.setattr("data.sources.documents", None)
     hub = {"source": "hub", "repo": "someone/stories", "validation": ["validation.jsonl"]}
     with pytest.raises(ValueError, match="validation.jsonl is no document of the Hub, such as someone/stories:0:17"):
-        prepare(settings | hub, TOKENIZER)
+        prepare(replace(FILES, **hub), BYTES)
 
 
 def test_files_of_tokens_are_named_as_others(tmp_path):

@@ -20,13 +20,14 @@ from torch.nn import functional as F
 
 from data.tokenizer import ByteTokenizer, CharacterTokenizer
 from insight.doctor import Patient
-from model import GPT, functional, generation
+from model import GPT, ModelConfig, functional, generation
 from model.attention import CausalMultiHeadAttention
 from model.cache import KVCache, LayerCache
 from model.hooks import Place, editing
 from model.ops import TORCH
 from model.positions import RotaryPositionalEmbedding
 from scripts import doctor
+from training.optimizer import OptimizerConfig
 
 TEXT = "In the beginning there was a small model, and it read what it was given, one letter after the other. " * 4
 CHARACTERS = CharacterTokenizer(TEXT)
@@ -43,12 +44,13 @@ Seed = Callable[..., Patient]  # seed(monkeypatch)
 def new_model(vocab_size=CHARACTERS.vocab_size, seed=0, **arguments) -> GPT:
     torch.manual_seed(seed)
     shape = {"d_model": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "d_ff": 64, "max_seq_len": 24}
-    return GPT(vocab_size, **{**shape, **arguments}).eval()
+    return GPT(vocab_size, ModelConfig(**{**shape, **arguments})).eval()
 
 
 def patient_of(model: GPT, *, tokenizer=CHARACTERS, ids=IDS, optimizer=ADAMW, **known) -> Patient:
     known = {"trained": False, "tokenizer": tokenizer, "text": TEXT} | known
-    return Patient(model, *doctor.rows(ids, model.max_seq_len), start_training=doctor.training_by(optimizer), **known)
+    start = doctor.training_by(OptimizerConfig(**optimizer))
+    return Patient(model, *doctor.rows(ids, model.max_seq_len), start_training=start, **known)
 
 
 @functools.cache

@@ -8,7 +8,7 @@ import sys
 import pytest
 from commands import command
 
-from conf.schema import Explain
+from conf.scripts import Explain
 from data.tokenizer import CharacterTokenizer
 from insight.induction import INDUCTION, PREVIOUS, SINK, WATCHER, induction_model
 from scripts.explain import METHODS, explain

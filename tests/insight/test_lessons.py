@@ -9,7 +9,7 @@ import torch
 from commands import command
 
 from conf.entry import REPOSITORY
-from conf.schema import Lessons
+from conf.scripts import Lessons
 from data.tokenizer import ByteTokenizer
 from insight.lessons import LESSONS, cost, heads, mask, shapes
 from insight.lessons.lesson import Lesson, as_text, exponent
@@ -113,7 +113,7 @@ def test_the_six_steps_are_those_of_any_model(small, arguments):
         assert model.blocks[0].attention.ops == TORCH
     lesson = shapes.lesson(model)
     assert not refused(lesson)
-    d_head, g = model.arguments["d_model"] // 4, model.arguments["n_kv_heads"]
+    d_head, g = model.config.d_model // 4, model.config.n_kv_heads
     length = min(4, model.max_seq_len)
     assert lesson.numbers["shapes"]["k, in heads"] == [2, g, length, d_head]
     assert lesson.numbers["shapes"]["weights"] == [2, 4, length, length]

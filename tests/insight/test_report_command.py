@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from conf.schema import Evaluate, Prepare
+from conf.scripts import Evaluate, Prepare
 from data.prepare import prepare
 from data.tokenizer import ByteTokenizer
 from insight import ngrams
-from model import GPT
+from model import GPT, ModelConfig
 from scripts import evaluate as script
 from training import checkpoint
 from training.evaluation import windows
@@ -31,8 +31,10 @@ def trained(settings, tmp_path, llama_tokenizer):
     def make(*tokenizer: str) -> Path:
         files = ["data=files", "data.paths=[train.txt,held.txt]", "data.validation=['*held.txt']"]
         cfg = settings(*files, *tokenizer, config="prepare", kind=Prepare)
-        corpus = prepare(asdict(cfg.data), asdict(cfg.tokenizer))
-        model = GPT(corpus.tokenizer.vocab_size, d_model=16, n_layers=1, n_heads=2, d_ff=16, max_seq_len=32)
+        corpus = prepare(cfg.data, cfg.tokenizer)
+        model = GPT(
+            corpus.tokenizer.vocab_size, ModelConfig(d_model=16, n_layers=1, n_heads=2, d_ff=16, max_seq_len=32)
+        )
         weights, about = checkpoint.snapshot(model)
         about |= {"seq_len": 32, "step": 7, "precision": "fp32"}
         about |= {"data": asdict(cfg.data), "tokenizer": asdict(cfg.tokenizer)}

@@ -9,7 +9,7 @@ from torch.nn.functional import linear as torch_linear
 from kernels import build
 from kernels.build import load_kernels
 from kernels.decoding import FEW_ROWS, DecodeLinear, attention, pack_for_decoding
-from model import GPT, functional, generate
+from model import GPT, ModelConfig, functional, generate
 from model.ops import TORCH, fused_attention
 
 SHAPES = [(64, 64), (32, 96), (96, 64), (96, 33), (32, 1), (48, 200), (17, 5), (1, 130)]
@@ -122,7 +122,7 @@ def test_a_model_pack_for_decoding_writes_what_the_model_writes(small, arguments
     model = small(**arguments).float()
     tokens, rows = torch.randint(17, (3, 30)), [[1, 2, 3, 4, 5], [6], [7, 8]]
     whole, text = model(tokens), [column.tolist() for column in generate(model, rows, 60, overflow="slide")]
-    longer = model.extended(70)(tokens) if model.arguments["positions"] == "rope" else None
+    longer = model.extended(70)(tokens) if model.config.positions == "rope" else None
     state = model.state_dict()
     packed = pack_for_decoding(model)
     assert packed is model
@@ -208,7 +208,7 @@ def test_a_model_in_another_type_stays_as_it_is(small):
 
 @needs_compiler
 def test_a_tied_head_gets_weights_of_its_own():
-    model = GPT(17, 16, 1, 2, 24, 32, tied=True)
+    model = GPT(17, ModelConfig(16, 1, 2, 24, 32, tied=True))
     embedding = model.embedding.weight
     pack_for_decoding(model)
     assert model.embedding.weight is embedding

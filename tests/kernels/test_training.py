@@ -333,7 +333,7 @@ def test_copies_pickles_and_longer_ones_are_models_of_their_own(small):
     torch.testing.assert_close(fast.extended(60)(longer), plain.extended(60)(longer), rtol=1e-5, atol=1e-5)
     assert fast.extended(60).blocks[0].attention.rope.ops.rotate.func is training.rotate
     assert list(fast.state_dict()) == list(plain.state_dict())
-    assert GPT(**fast.arguments).load_state_dict(fast.state_dict())
+    assert GPT(fast.vocab_size, fast.config).load_state_dict(fast.state_dict())
 
 
 def test_other_ways_to_run_a_model_still_work(small):

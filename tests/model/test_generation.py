@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from model import generate
+from model import ModelConfig, generate
 from model.generation import (
     READ_EVERY,
     Sampling,
@@ -85,7 +85,9 @@ def small_model():
         if (positions, n_kv_heads) not in made:
             torch.manual_seed(0)
             shape = {"d_model": 16, "n_layers": 2, "n_heads": 4, "d_ff": 24, "max_seq_len": 32}
-            made[positions, n_kv_heads] = GPT(17, **shape, positions=positions, n_kv_heads=n_kv_heads).double().eval()
+            made[positions, n_kv_heads] = (
+                GPT(17, ModelConfig(**shape, positions=positions, n_kv_heads=n_kv_heads)).double().eval()
+            )
         return made[positions, n_kv_heads]
 
     return make
@@ -247,16 +249,16 @@ def test_an_extended_model_is_the_one_that_its_arguments_build(small):
 
     model, tokens = small(rope_scaling="ntk", rope_factor=2.0), torch.randint(17, (1, 100))
     longer = model.extended(100)
-    assert {name: longer.arguments[name] for name in ("max_seq_len", "rope_scaling", "rope_factor")} == {
+    assert {name: getattr(longer.config, name) for name in ("max_seq_len", "rope_scaling", "rope_factor")} == {
         "max_seq_len": 128,
         "rope_scaling": "ntk",
         "rope_factor": 8.0,
     }
-    again = GPT(**longer.arguments).double()
+    again = GPT(longer.vocab_size, longer.config).double()
     again.load_state_dict(model.state_dict())
     assert torch.equal(longer(tokens), again(tokens))
     assert all(a is b for a, b in zip(model.parameters(), longer.parameters(), strict=True))
-    assert small().extended(33).arguments["rope_scaling"] == "yarn"
+    assert small().extended(33).config.rope_scaling == "yarn"
 
 
 @pytest.mark.parametrize("n", [28, 29, 60])

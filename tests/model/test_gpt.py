@@ -5,7 +5,7 @@ import pytest
 import torch
 from architectures import ARCHITECTURES
 
-from model import GPT, collect_attention, generate
+from model import GPT, ModelConfig, collect_attention, generate
 from model.feed_forward import FEED_FORWARDS
 from model.ops import BACKENDS, TORCH, WRITTEN
 from model.positions import SCALINGS, SCHEMES
@@ -86,7 +86,7 @@ def test_without_the_mask_a_model_learns_to_look_ahead():
     for masked in (True, False):
         torch.manual_seed(0)
         shape = {"d_model": 32, "n_layers": 2, "n_heads": 2, "d_ff": 64, "max_seq_len": 24}
-        model = GPT(16, **shape, positions="learned")
+        model = GPT(16, ModelConfig(**shape, positions="learned"))
         if not masked:
             unmask(model)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -223,7 +223,7 @@ def test_with_targets_it_gives_the_summed_loss_and_its_count(small):
 
 
 def test_a_new_model_expects_every_token_alike():
-    model = GPT(1000, d_model=64, n_layers=4, n_heads=4, d_ff=128, max_seq_len=32)
+    model = GPT(1000, ModelConfig(d_model=64, n_layers=4, n_heads=4, d_ff=128, max_seq_len=32))
     loss, count = model(torch.randint(1000, (4, 32)), targets=torch.randint(1000, (4, 32)))
     assert abs(loss / count - math.log(1000)) < 0.2
 
@@ -233,7 +233,7 @@ def test_what_writes_into_the_residual_stream_starts_smaller():
 
     def final_variance(n_layers: int, scaled: bool) -> float:
         torch.manual_seed(0)
-        model = GPT(500, d_model=64, n_layers=n_layers, n_heads=4, d_ff=192, max_seq_len=64)
+        model = GPT(500, ModelConfig(d_model=64, n_layers=n_layers, n_heads=4, d_ff=192, max_seq_len=64))
         for block in model.blocks:
             for small, large in (
                 (block.attention.wo, block.attention.wq),
@@ -295,7 +295,7 @@ def test_a_tied_head_is_the_embedding(small):
 
 def test_the_arguments_build_the_same_model(small):
     model = small(tied=True, qk_norm=True)
-    again = GPT(**model.arguments).double()
+    again = GPT(model.vocab_size, model.config).double()
     again.load_state_dict(model.state_dict())
     tokens = torch.randint(17, (1, 5))
     assert torch.equal(again(tokens), model(tokens))
@@ -355,7 +355,7 @@ def test_dropout_within_attention_is_a_setting_of_its_own(small):
         model = small(**arguments)
         model.blocks[0].attention.training = True
         assert torch.equal(model(tokens), model(tokens)) is not random
-        assert GPT(**model.arguments).blocks[0].attention.dropout == arguments["attention_dropout"]
+        assert GPT(model.vocab_size, model.config).blocks[0].attention.dropout == arguments["attention_dropout"]
 
 
 @pytest.mark.parametrize(("name", "kind"), FEED_FORWARDS.items())

@@ -11,9 +11,10 @@ import torch
 from commands import command
 
 from conf.entry import REPOSITORY
-from conf.schema import Generate, changed
+from conf.parsing import changed
+from conf.scripts import Generate
 from data.tokenizer import ByteTokenizer, CharacterTokenizer
-from model import GPT, generate
+from model import GPT, ModelConfig, generate
 from scripts.generate import Writer, find_prompt, talk, write_lines, write_samples
 from training import checkpoint
 
@@ -21,7 +22,7 @@ from training import checkpoint
 @pytest.fixture
 def model():
     shape = {"d_model": 16, "n_layers": 2, "n_heads": 2, "d_ff": 24, "max_seq_len": 64}
-    model = GPT(257, **shape).eval()
+    model = GPT(257, ModelConfig(**shape)).eval()
     torch.nn.init.normal_(model.head.weight, std=0.3)
     return model
 
@@ -216,7 +217,7 @@ def test_a_prompt_comes_from_the_command_a_file_or_standard_input(cfg, tmp_path,
         (["best_of=2", "temperature=0"], "temperature above 0"),
         (["stop=['']"], "at least one character"),
         (["top_k=0"], "top_k must be at least 1, got 0"),
-        (["temperature=nan"], "temperature must be at least 0, got nan"),
+        (["temperature=nan"], "temperature must be a number, got nan"),
         (["repetition_penalty=0"], "repetition_penalty must be at least 1e-06, got 0"),
         (["frequency_penalty=inf"], "frequency_penalty must be finite"),
         (["frequency_penalty=1e39"], "frequency_penalty must be at most 1000000.0"),
@@ -330,7 +331,7 @@ def test_settings_change_while_it_runs_and_mistakes_change_nothing(writer, cfg, 
     assert out == "\n" + text_of(alone(model, "ab", 3, n=5, temperature=0)) + "\n\n"
     assert "error: top_k must be at least 1, got -1" in err
     assert "error: /nothing is unknown" in err
-    assert "error: top_k cannot be x: " in err
+    assert "error: top_k: Value x of type str could not be converted to a whole number" in err
     assert "seed is 3" in err
     assert err.count("/reset  ") == 2  # at the start and for /help
 

@@ -65,7 +65,7 @@ def test_the_list_names_the_best_checkpoint_where_the_last_is_another_and_says_h
         for step, loss in enumerate(losses, 1):
             folder = run / "checkpoints" / f"step_{step:08}"
             folder.mkdir(parents=True)
-            about = {"arguments": small(17).arguments, "step": step, "seq_len": 8, "precision": "fp32"}
+            about = {"arguments": checkpoint.arguments_of(small(17)), "step": step, "seq_len": 8, "precision": "fp32"}
             figures = {} if loss is None else {"validation_loss": 9.0, "compared_loss": loss}
             (folder / "model.json").write_text(json.dumps(about | figures))
             manifest = {"format": checkpoint.FORMAT, "files": {"model.json": checkpoint._facts(folder / "model.json")}}

@@ -12,7 +12,7 @@ from reads import noting
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 import train
-from model import GPT
+from model import GPT, ModelConfig
 from training import auto, distributed, step
 from training.engine import Engine
 from training.gradients import compute_gradients
@@ -32,7 +32,7 @@ def batch() -> dict[str, torch.Tensor]:
 def model(precision: str) -> GPT:
     """In float64, or for bf16 in float32; with gains that bf16 would round."""
     torch.manual_seed(0)
-    one = GPT(17, d_model=16, n_layers=2, n_heads=2, d_ff=24, max_seq_len=8, qk_norm=True)
+    one = GPT(17, ModelConfig(d_model=16, n_layers=2, n_heads=2, d_ff=24, max_seq_len=8, qk_norm=True))
     for name, parameter in one.named_parameters():
         if "gain" in name:
             torch.nn.init.normal_(parameter, mean=1.0, std=0.1)

@@ -7,6 +7,7 @@ import torch
 
 from conf.entry import REPOSITORY
 from training import auto
+from training.auto import DeviceSpec, EngineConfig
 
 pytestmark = pytest.mark.hardware
 
@@ -14,8 +15,14 @@ ASKED = {"precision": "auto", "kernels": False, "compile": "auto", "attention": 
 WORK = {"rows": 32, "seq_len": 128, "vocab_size": 4096, "flops": 1e13, "soft_cap": None, "saved": {}}
 
 
+SPEC = DeviceSpec("h100", "gpu", flops_bf16=None, flops_fp32=1e12, memory=1e9, price_per_hour=None)
+OTHERS = {"deterministic": False, "parallel": "ddp", "activation_checkpointing": False, "device_spec": SPEC}
+
+
 def choose(device="cpu", **changes):
-    return auto.choose(**{**ASKED, **WORK, "device": torch.device(device), **changes})
+    asked = {name: changes.pop(name, value) for name, value in ASKED.items()}
+    config = EngineConfig(device, **asked, **OTHERS)
+    return auto.choose(config, **{**WORK, "device": torch.device(device), **changes})
 
 
 @pytest.mark.parametrize(

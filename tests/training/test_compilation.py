@@ -1,7 +1,7 @@
 import torch
 from hardware import needs_torch_compile
 
-from model import GPT, generate
+from model import GPT, ModelConfig, generate
 from training.compilation import compile_step
 
 
@@ -11,7 +11,7 @@ def compilations() -> int:
 
 def random_model(**arguments) -> GPT:
     shape = {"d_model": 16, "n_layers": 1, "n_heads": 2, "d_ff": 24, "max_seq_len": 600}
-    model = GPT(17, **shape, **arguments).eval()
+    model = GPT(17, ModelConfig(**shape, **arguments)).eval()
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     return model

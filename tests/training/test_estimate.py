@@ -1,7 +1,6 @@
 """What is foretold, beside what happens."""
 
 import gc
-from dataclasses import asdict
 
 import pytest
 import torch
@@ -12,14 +11,14 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
 from conf.entry import REPOSITORY
-from model import GPT
+from model import GPT, ModelConfig
 from model.feed_forward import FEED_FORWARDS
 from model.gpt import checkpoint_activations
 from model.norm import NORMS
 from model.ops import BACKENDS, WRITTEN
 from model.positions import SCHEMES
 from training import auto, estimate
-from training.optimizer import build_optimizer
+from training.optimizer import OptimizerConfig, build_optimizer
 
 DEFAULT = {"d_model": 128, "n_layers": 4, "n_heads": 4, "d_ff": 384, "qk_norm": True}
 LARGER = {**DEFAULT, "d_model": 320, "d_ff": 864}
@@ -55,12 +54,12 @@ RATES = dict.fromkeys(("lr", "lr_embedding", "lr_head", "lr_gain"), 1e-3)
 def two_steps(
     device, vocab_size, shape, *, rows, micro_batch, seq_len, precision, attention, optimizer, checkpointing=False
 ):
-    model = GPT(vocab_size, max_seq_len=seq_len, **shape).to(device)
+    model = GPT(vocab_size, ModelConfig(max_seq_len=seq_len, **shape)).to(device)
     model.use(BACKENDS[attention])
     if checkpointing:
         checkpoint_activations(model)
     settings = RATES | {"betas": [0.9, 0.99], "eps": 1e-8, "weight_decay": 0.1, "momentum": 0.9}
-    optimizer = build_optimizer(model, precision, name=optimizer, **settings)
+    optimizer = build_optimizer(model, OptimizerConfig(optimizer, **settings), precision)
     for _ in range(2):
         tokens, targets = torch.randint(vocab_size, (2, rows, seq_len)).to(device)
         for piece, wanted in zip(tokens.split(micro_batch), targets.split(micro_batch), strict=True):
@@ -73,7 +72,7 @@ def two_steps(
 
 
 def foretold(vocab_size, shape, step, gpu: bool) -> int:
-    model = estimate.on_paper(vocab_size, max_seq_len=step["seq_len"], **shape)
+    model = estimate.on_paper(vocab_size, ModelConfig(max_seq_len=step["seq_len"], **shape))
     return estimate.at_peak(estimate.memory(model, documents=False, gpu=gpu, **step))[1]
 
 
@@ -118,14 +117,14 @@ def test_memory_is_the_allocators_on_a_gpu(name):
 @pytest.mark.parametrize("positions", ["rope", "learned"])
 def test_parameters_are_exact(tied, positions):
     shape = {**TINY, "max_seq_len": 16, "tied": tied, "positions": positions, "vocab_multiple": 64}
-    real, paper = GPT(300, **shape), estimate.on_paper(300, **shape)
+    real, paper = GPT(300, ModelConfig(**shape)), estimate.on_paper(300, ModelConfig(**shape))
     assert all(p.is_meta for p in paper.parameters())
     assert sum(estimate.parameters(paper).values()) == real.n_parameters() == paper.n_parameters()
 
 
 @pytest.mark.parametrize("changes", [{}, {"tied": True, "n_kv_heads": 1}, {"positions": "learned", "d_ff": 20}])
 def test_flops_are_those_that_torch_counts(changes):
-    model = GPT(300, max_seq_len=16, **{**TINY, **changes})
+    model = GPT(300, ModelConfig(max_seq_len=16, **{**TINY, **changes}))
     model.use(WRITTEN)  # the counter does not see into the CPU's kernel
     tokens = torch.randint(300, (2, 16))
     with FlopCounterMode(display=False) as counter:
@@ -134,7 +133,7 @@ def test_flops_are_those_that_torch_counts(changes):
 
 
 def test_shares_need_less_and_add_up():
-    model = estimate.on_paper(2048, max_seq_len=128, **DEFAULT)
+    model = estimate.on_paper(2048, ModelConfig(max_seq_len=128, **DEFAULT))
     step = {**STEP, "documents": False, "gpu": True}
     one, ddp = estimate.memory(model, **step), estimate.memory(model, **step, world=8)
     fsdp = estimate.memory(model, **step, world=8, parallel="fsdp")
@@ -149,8 +148,8 @@ def test_shares_need_less_and_add_up():
 def test_the_report_answers_will_it_fit_how_long_how_much(settings):
     """A million tokens at 40 % of 100 TFLOP/s, for 36 dollars an hour."""
     cfg = settings("device_spec.flops_bf16=100e12", "device_spec.price_per_hour=36", "steps=1000", "batch_tokens=1024")
-    report = estimate.report(asdict(cfg), 2048, "tokenizer.vocab_size")
-    model = GPT(2048, **asdict(cfg.model))
+    report = estimate.report(cfg, 2048, "tokenizer.vocab_size")
+    model = GPT(2048, cfg.model)
     seconds = estimate.flops_per_token(model, 128) * 1024 * 1000 / 40e12
     assert f"{model.n_parameters():,}" in report
     assert f"{seconds:.2f} s" in report
@@ -163,7 +162,7 @@ def what_fits(settings, room: float, *overrides: str) -> dict[str, str] | None:
     memory = f"device_spec.memory={room * estimate.GIB + estimate.RESERVED}"
     shape = ["model.d_model=512", "model.d_ff=1408", "model.n_layers=4", "optimizer=adamw"]
     cfg = settings("batch_tokens=8192", *shape, memory, *overrides)
-    lines = estimate.report(asdict(cfg), 2048, "").splitlines()
+    lines = estimate.report(cfg, 2048, "").splitlines()
     if any(line.split()[:1] == ["fits"] for line in lines):
         return None
     assert any("TOO MUCH" in line for line in lines)
@@ -196,7 +195,7 @@ def test_the_largest_micro_batch_is_proposed(settings):
 
 def test_ranks_must_divide_the_batch(settings):
     with pytest.raises(ValueError, match=r"world must divide the 8 rows .* got 3: batch_tokens=1152 would do"):
-        estimate.report(asdict(settings("world=3")), 2048, "")
+        estimate.report(settings("world=3"), 2048, "")
 
 
 @pytest.mark.parametrize("several", [[], ["micro_batch=1,2", "-m"]])
@@ -232,8 +231,8 @@ def test_a_dry_run_reads_nothing_and_leaves_nothing(tmp_path, several):
 )
 @settings(deadline=None)
 def test_the_size_of_a_model_is_known_before_it_is_built(arguments, vocab_size):
-    model = GPT(vocab_size, **arguments)
-    n_parameters, n_bytes = estimate.size(**model.arguments)
+    model = GPT(vocab_size, ModelConfig(**arguments))
+    n_parameters, n_bytes = estimate.size(model.vocab_size, model.config)
     assert n_parameters == model.n_parameters()
     numbers = sum(t.nbytes for t in {t.data_ptr(): t for t in (*model.parameters(), *model.buffers())}.values())
     objects = estimate.OBJECTS * arguments["n_layers"]
@@ -253,7 +252,7 @@ def test_what_is_larger_than_the_machine_is_refused_in_numbers():
 def test_a_step_needs_at_least_a_part_of_what_it_needs():
     for vocab_size, shape, changes in CASES.values():
         step = {**STEP, **changes}
-        model = estimate.on_paper(vocab_size, max_seq_len=step["seq_len"], **shape)
+        model = estimate.on_paper(vocab_size, ModelConfig(max_seq_len=step["seq_len"], **shape))
         weights = 4 * model.n_parameters()
         least = estimate.least(model, step["rows"], step["micro_batch"], step["seq_len"])
         assert 0 < least < foretold(vocab_size, shape, step, gpu=False) - weights

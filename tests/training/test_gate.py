@@ -3,8 +3,8 @@ import math
 import pytest
 import torch
 
-from training.gate import FINE, HELD, NOT_FINITE, OVERFLOW, SPIKE, Gate
-from training.optimizer import build_optimizer
+from training.gate import FINE, HELD, NOT_FINITE, OVERFLOW, SPIKE, Gate, GuardConfig
+from training.optimizer import OptimizerConfig, build_optimizer
 from training.step import update
 
 CPU = torch.device("cpu")
@@ -13,12 +13,16 @@ RATES = {"lr": 0.1, "lr_embedding": 0.1, "lr_head": 0.1, "lr_gain": 0.1}
 OPTIONS = {"betas": [0.9, 0.99], "eps": 1e-8, "weight_decay": 0.1, "momentum": 0.9}
 
 
+def a_gate(sigmas: float, window: int, on_spike: str = "count") -> Gate:
+    return Gate(CPU, GuardConfig("stop", 10, on_spike, sigmas, window, skip_batches=[]))
+
+
 def judge(gate: Gate, loss: float, norm: float = 1.0, scaler=NO_SCALER) -> int:
     return int(gate.judge(torch.tensor(loss, dtype=torch.float64), torch.tensor(norm), scaler))
 
 
 def test_a_jump_is_measured_against_the_losses_before_it():
-    gate = Gate(CPU, sigmas=3.0, window=4, hold_spikes=False)
+    gate = a_gate(sigmas=3.0, window=4)
     losses = [3.0, 3.2, 2.8, 3.0, 4.0, 3.1, 3.0, 2.9, 3.0, 3.4]
     deviation = math.sqrt((0.2**2 + 0.2**2) / 4)
     assert 4.0 > 3.0 + 3 * deviation
@@ -28,7 +32,7 @@ def test_a_jump_is_measured_against_the_losses_before_it():
 
 @pytest.mark.parametrize(("loss", "norm"), [(math.nan, 1.0), (math.inf, 1.0), (1.0, math.nan), (1.0, math.inf)])
 def test_after_a_number_that_is_not_finite_nothing_passes_until_it_is_opened(loss, norm):
-    gate = Gate(CPU, sigmas=3.0, window=2, hold_spikes=False)
+    gate = a_gate(sigmas=3.0, window=2)
     assert [judge(gate, 1.0), judge(gate, loss, norm)] == [FINE, NOT_FINITE]
     assert gate.shut == 1 and judge(gate, 2.0) == HELD and gate.shut == 1
     gate.forget()
@@ -38,13 +42,13 @@ def test_after_a_number_that_is_not_finite_nothing_passes_until_it_is_opened(los
 
 
 def test_a_jump_is_held_where_that_is_asked_for_and_is_no_loss_to_compare_with():
-    gate = Gate(CPU, sigmas=3.0, window=2, hold_spikes=True)
+    gate = a_gate(sigmas=3.0, window=2, on_spike="rollback")
     assert [judge(gate, loss) for loss in (1.0, 1.1, 9.0, 1.0)] == [FINE, FINE, SPIKE, HELD]
     assert gate.losses() == [1.0, 1.1]
 
 
 def test_an_overflow_of_fp16_is_passed_over_and_holds_nothing():
-    gate = Gate(CPU, sigmas=3.0, window=2, hold_spikes=True)
+    gate = a_gate(sigmas=3.0, window=2, on_spike="rollback")
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     scaler.scale(torch.ones(()))
     assert judge(gate, 1.0, math.inf, scaler) == OVERFLOW and gate.shut == 1
@@ -57,11 +61,11 @@ def test_an_overflow_of_fp16_is_passed_over_and_holds_nothing():
 @pytest.mark.parametrize("step", [0, 2], ids=["first", "third"])
 def test_a_shut_gate_changes_no_weight_and_no_memory_of_the_optimizer(small, name, step):
     model = small().float()
-    optimizer = build_optimizer(model, name=name, **RATES, **OPTIONS)
+    optimizer = build_optimizer(model, OptimizerConfig(name, **RATES, **OPTIONS))
     for n in range(step + 1):
         for parameter in model.parameters():
             parameter.grad = torch.randn_like(parameter)
-        gate = Gate(CPU, sigmas=3.0, window=2, hold_spikes=False)
+        gate = a_gate(sigmas=3.0, window=2)
         if n == step:
             before = [p.detach().clone() for p in model.parameters()]
             memory = {p: {k: v.clone() for k, v in state.items()} for p, state in optimizer.state.items()}
@@ -79,10 +83,10 @@ def test_a_shut_gate_changes_no_weight_and_no_memory_of_the_optimizer(small, nam
 def test_an_open_gate_is_as_none(small, name):
     """Bit for bit."""
     found = []
-    for gate in (None, Gate(CPU, sigmas=3.0, window=2, hold_spikes=True)):
+    for gate in (None, a_gate(sigmas=3.0, window=2, on_spike="rollback")):
         torch.manual_seed(0)
         model = small().float()
-        optimizer = build_optimizer(model, name=name, **RATES, **OPTIONS)
+        optimizer = build_optimizer(model, OptimizerConfig(name, **RATES, **OPTIONS))
         for _ in range(3):
             for parameter in model.parameters():
                 parameter.grad = torch.randn_like(parameter)

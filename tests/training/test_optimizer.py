@@ -4,7 +4,7 @@ import math
 import pytest
 import torch
 
-from training.optimizer import WIDTH, Muon, build_optimizer, orthogonalised, parameter_groups
+from training.optimizer import WIDTH, Muon, OptimizerConfig, build_optimizer, orthogonalised, parameter_groups
 from training.step import update
 
 RATES = {"lr": 0.02, "lr_embedding": 0.01, "lr_head": 0.03, "lr_gain": 0.004}
@@ -12,7 +12,7 @@ RATES = {"lr": 0.02, "lr_embedding": 0.01, "lr_head": 0.03, "lr_gain": 0.004}
 
 def muon(model, **changes):
     settings = RATES | {"betas": [0.9, 0.95], "eps": 1e-10, "weight_decay": 0.0, "momentum": 0.95} | changes
-    return build_optimizer(model, name="muon", **settings)
+    return build_optimizer(model, OptimizerConfig("muon", **settings))
 
 
 def give_gradients(model, scale=1.0):
@@ -137,10 +137,10 @@ def test_what_it_remembers_is_all_that_it_needs(small, name):
     """A copy from weights and state takes the same steps."""
     model = small(tied=True)
     settings = RATES | {"betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1, "momentum": 0.9}
-    optimizer = build_optimizer(model, name=name, **settings)
+    optimizer = build_optimizer(model, OptimizerConfig(name, **settings))
     give_gradients(model), optimizer.step()
     other = copy.deepcopy(model)
-    twin = build_optimizer(other, name=name, **settings)
+    twin = build_optimizer(other, OptimizerConfig(name, **settings))
     twin.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     give_gradients(model)
     for a, b in zip(model.parameters(), other.parameters(), strict=True):

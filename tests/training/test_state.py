@@ -2,8 +2,8 @@ from dataclasses import fields
 
 import torch
 
-from training.gate import Gate, Guard
-from training.optimizer import build_optimizer
+from training.gate import Gate, Guard, GuardConfig
+from training.optimizer import OptimizerConfig, build_optimizer
 from training.state import TrainState
 
 CPU = torch.device("cpu")
@@ -13,18 +13,8 @@ RATES = {"lr": 1.0, "lr_embedding": 1.0, "lr_head": 1.0, "lr_gain": 1.0}
 def test_every_field_of_the_state_is_in_a_checkpoint(small):
     """Weights and step are files of their own, and what the gate knows is the guard's."""
     model = small().float()
-    optimizer = build_optimizer(
-        model,
-        name="adamw",
-        lr=1.0,
-        lr_embedding=1.0,
-        lr_head=1.0,
-        lr_gain=1.0,
-        betas=[0.9, 0.9],
-        eps=1e-8,
-        weight_decay=0.0,
-    )
-    gate = Gate(CPU, sigmas=1.0, window=2, hold_spikes=False)
+    optimizer = build_optimizer(model, OptimizerConfig("adamw", **RATES, betas=[0.9, 0.9], eps=1e-8, weight_decay=0.0))
+    gate = Gate(CPU, GuardConfig("stop", 1, "count", spike_sigmas=1.0, spike_window=2, skip_batches=[]))
     scaler = torch.amp.GradScaler("cpu", enabled=False)
     state = TrainState(3, model, optimizer, scaler, Guard(), gate=gate)
     gate.open([1.0, 2.0])

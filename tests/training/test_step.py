@@ -5,7 +5,7 @@ import torch
 
 from training import auto
 from training.gradients import compute_gradients, gradient_norm
-from training.optimizer import build_optimizer
+from training.optimizer import OptimizerConfig, build_optimizer
 from training.step import update
 
 CPU = torch.device("cpu")
@@ -13,7 +13,8 @@ CPU = torch.device("cpu")
 
 def adamw(model, lr, weight_decay=0.1):
     rates = {"lr": lr, "lr_embedding": lr, "lr_head": lr, "lr_gain": lr}
-    return build_optimizer(model, name="adamw", **rates, betas=[0.9, 0.99], eps=1e-8, weight_decay=weight_decay)
+    config = OptimizerConfig("adamw", **rates, betas=[0.9, 0.99], eps=1e-8, weight_decay=weight_decay)
+    return build_optimizer(model, config)
 
 
 def one_step(model, tokens, targets, micro_batch, lr=1e-2, clip=1e9, optimizer=None):
