@@ -343,61 +343,39 @@ void dropout(const Tensor& x, Tensor out, double share, int64_t seed) {
   });
 }
 
-void check_targets(const Tensor& logits, const Tensor& targets) {
+// The loss of each row of logits (rows vocab), and with `slopes` what they change it by: softmax, less 1 at the target. A
+// target that is `ignore` has no loss.
+std::tuple<Tensor, Tensor> cross_entropy(const Tensor& logits, const Tensor& targets, int64_t ignore, bool slopes) {
   STD_TORCH_CHECK(logits.is_contiguous() && targets.is_contiguous() && targets.numel() == logits.size(0) &&
                   targets.scalar_type() == torch::headeronly::ScalarType::Long, "one target a row, int64");
-}
-
-// The loss of each row of logits (rows vocab), and for its softmax (rows 2) the maximum and one over the sum of
-// exponentials. A target that is `ignore` has no loss.
-std::tuple<Tensor, Tensor> cross_entropy(const Tensor& logits, const Tensor& targets, int64_t ignore) {
-  check_targets(logits, targets);
   const int64_t rows = logits.size(0), vocab = logits.size(1);
   auto right = static_cast<const int64_t*>(targets.data_ptr());
   for (int64_t row = 0; row < rows; ++row)
     STD_TORCH_CHECK(right[row] == ignore || (right[row] >= 0 && right[row] < vocab), "a target is beyond the vocabulary");
-  Tensor losses = torch::stable::new_empty(logits, {rows}), scales = torch::stable::new_empty(logits, {rows, 2});
+  Tensor losses = torch::stable::new_empty(logits, {rows});
+  Tensor changes = torch::stable::new_empty(logits, {slopes ? rows : 0, vocab});
   const float* all = numbers(logits);
-  float *loss = numbers(losses), *scale = numbers(scales);
+  float *loss = numbers(losses), *out = numbers(changes);
   parallel_for(0, rows, 1 + 4096 / vocab, [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {
       const float* x = all + row * vocab;
+      float* y = out + row * vocab;
       Lanes tops = Lanes{} - INFINITY, sums{};
       for (int64_t j = 0; j < vocab; j += LANES) tops = larger(tops, load(x + j, vocab - j, -INFINITY));
       const float top = largest(tops);
-      for (int64_t j = 0; j < vocab; j += LANES) sums += exp(load(x + j, vocab - j, -INFINITY) - top);
-      const float total = sum(sums);
-      scale[2 * row] = top;
-      scale[2 * row + 1] = 1 / total;
-      loss[row] = right[row] == ignore ? 0 : std::log(total) - (x[right[row]] - top);
-    }
-  });
-  return {losses, scales};
-}
-
-// What the logits change the summed loss by, times `change`, that of the sum.
-Tensor cross_entropy_backward(const Tensor& change, const Tensor& logits, const Tensor& targets, const Tensor& scales,
-                              int64_t ignore) {
-  check_targets(logits, targets);
-  const int64_t rows = logits.size(0), vocab = logits.size(1);
-  Tensor slopes = torch::stable::new_empty(logits, {rows, vocab});
-  const float *all = numbers(logits), *scale = numbers(scales), times = *numbers(change);
-  float* out = numbers(slopes);
-  auto right = static_cast<const int64_t*>(targets.data_ptr());
-  parallel_for(0, rows, 1 + 4096 / vocab, [&](int64_t begin, int64_t end) {
-    for (int64_t row = begin; row < end; ++row) {
-      const float *x = all + row * vocab, top = scale[2 * row], over = scale[2 * row + 1];
-      float* y = out + row * vocab;
-      if (right[row] == ignore) {
-        std::fill(y, y + vocab, 0.0f);
-        continue;
+      for (int64_t j = 0; j < vocab; j += LANES) {
+        const Lanes power = exp(load(x + j, vocab - j, -INFINITY) - top);
+        sums += power;
+        if (slopes) store(y + j, power, vocab - j);
       }
-      for (int64_t j = 0; j < vocab; j += LANES) store(y + j, exp(load(x + j, vocab - j) - top) * over, vocab - j);
-      y[right[row]] -= 1;
-      for (int64_t j = 0; j < vocab; ++j) y[j] *= times;
+      const float total = sum(sums), over = right[row] == ignore ? 0 : 1 / total;
+      loss[row] = right[row] == ignore ? 0 : std::log(total) - (x[right[row]] - top);
+      if (!slopes) continue;
+      for (int64_t j = 0; j < vocab; j += LANES) store(y + j, load(y + j, vocab - j) * over, vocab - j);
+      if (right[row] != ignore) y[right[row]] -= 1;
     }
   });
-  return slopes;
+  return {losses, changes};
 }
 
 }  // namespace
@@ -412,9 +390,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(inkling, library) {
   library.def("silu_times(Tensor gate, Tensor up, Tensor(a!) out) -> ()");
   library.def("silu_times_backward(Tensor dy, Tensor gate, Tensor up, Tensor(a!) dgate, Tensor(b!) dup) -> ()");
   library.def("dropout(Tensor x, Tensor(a!) out, float share, int seed) -> ()");
-  library.def("cross_entropy(Tensor logits, Tensor targets, int ignore) -> (Tensor, Tensor)");
-  library.def("cross_entropy_backward(Tensor change, Tensor logits, Tensor targets, Tensor scales, int ignore)"
-              " -> Tensor");
+  library.def("cross_entropy(Tensor logits, Tensor targets, int ignore, bool slopes) -> (Tensor, Tensor)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(inkling, CPU, library) {
@@ -426,5 +402,4 @@ STABLE_TORCH_LIBRARY_IMPL(inkling, CPU, library) {
   library.impl("silu_times_backward", TORCH_BOX(&silu_times_backward));
   library.impl("dropout", TORCH_BOX(&dropout));
   library.impl("cross_entropy", TORCH_BOX(&cross_entropy));
-  library.impl("cross_entropy_backward", TORCH_BOX(&cross_entropy_backward));
 }

@@ -6,7 +6,7 @@ leaves the rest to the function whose place it takes: few rows, masks, biases, s
 types and devices, autocast, compiled.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 
@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
-from torch.utils.checkpoint import checkpoint
 
 IGNORE = -100  # a target without a loss, as in torch
 CHUNK = 2**21  # logits that exist at once, or those of MIN_ROWS rows where that is more
@@ -80,33 +79,58 @@ def attention(
     return _Attention.apply(q, k, v), None
 
 
-class _NormRotate(Function):
-    """rms_norm of x (b s h d) by a gain (d), and rotation by cos and sin (n i), n = s or b s; either may be None."""
+class _Norm(Function):
+    """rms_norm of x (... d) by a gain (d); heads (b h s d) lie in memory as (b s h d), before and after."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, gain: Tensor | None, eps: float, cos, sin, interleaved: bool) -> Tensor:
-        rows = x.contiguous().view(-1, *x.shape[-2:])
-        ctx.save_for_backward(rows if gain is not None else rows[:0], gain, cos, sin)
-        ctx.eps, ctx.interleaved, ctx.shape = eps, interleaved, x.shape
-        return torch.ops.inkling.norm_turn(rows, gain, eps, cos, sin, interleaved).view(x.shape)
+    def forward(ctx, x: Tensor, gain: Tensor, eps: float) -> Tensor:
+        rows = (x.transpose(1, 2) if x.ndim == 4 else x).contiguous()
+        ctx.save_for_backward(rows, gain)
+        ctx.eps = eps
+        return _laid_out(torch.ops.inkling.norm_turn(_rows(rows), gain, eps, None, None, False), rows)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy: Tensor):
-        x, gain, cos, sin = ctx.saved_tensors
-        dy = dy.contiguous().view(-1, *ctx.shape[-2:])
-        x = dy if gain is None else x
-        dx, dgain = torch.ops.inkling.norm_turn_backward(dy, x, gain, ctx.eps, cos, sin, ctx.interleaved)
-        return dx.view(ctx.shape), None if gain is None else dgain[0], None, None, None, None
+        rows, gain = ctx.saved_tensors
+        dy = (dy.transpose(1, 2) if dy.ndim == 4 else dy).contiguous()
+        dx, dgain = torch.ops.inkling.norm_turn_backward(_rows(dy), _rows(rows), gain, ctx.eps, None, None, False)
+        return _laid_out(dx, rows), dgain[0], None
+
+
+class _Rotate(Function):
+    """Heads (b h s d), which lie in memory as (b s h d), rotated by cos and sin (n i), n = s or b s."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+        rows = x.transpose(1, 2).contiguous()
+        ctx.save_for_backward(cos, sin)
+        ctx.interleaved = interleaved
+        return _laid_out(torch.ops.inkling.norm_turn(_rows(rows), None, 0.0, cos, sin, interleaved), rows)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy: Tensor):
+        rows = dy.transpose(1, 2).contiguous()
+        turns = (None, 0.0, *ctx.saved_tensors, ctx.interleaved)
+        dx, _ = torch.ops.inkling.norm_turn_backward(_rows(rows), _rows(rows), *turns)
+        return _laid_out(dx, rows), None, None, None
+
+
+def _rows(x: Tensor) -> Tensor:
+    """(b s h d) -> (b s, h, d), and (... d) -> (..., 1, d)."""
+    return x.view(-1, x.shape[-2] if x.ndim == 4 else 1, x.shape[-1])
+
+
+def _laid_out(y: Tensor, like: Tensor) -> Tensor:
+    """The rows y with the shape of `like`, of which heads (b s h d) become (b h s d) again."""
+    y = y.view(like.shape)
+    return y.transpose(1, 2) if y.ndim == 4 else y
 
 
 def rms_norm(x: Tensor, gain: Tensor, eps: float = 1e-6, *, otherwise: Callable) -> Tensor:
-    """x / rms(x) * gain over the last axis. Heads (b h s d) lie in memory as (b s h d), before and after."""
-    if not covers(x, gain):
-        return otherwise(x, gain, eps)
-    if x.ndim == 4:
-        return _NormRotate.apply(x.transpose(1, 2), gain, eps, None, None, False).transpose(1, 2)
-    return _NormRotate.apply(x.unsqueeze(-2), gain, eps, None, None, False).squeeze(-2)
+    """x / rms(x) * gain over the last axis."""
+    return _Norm.apply(x, gain, eps) if covers(x, gain) else otherwise(x, gain, eps)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, pairing: str = "half", *, otherwise: Callable) -> Tensor:
@@ -116,7 +140,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, pairing: str = "half", *, otherw
     if not covers(x, cos, sin):
         return otherwise(x, cos, sin, pairing)
     cos, sin = (table.contiguous().view(-1, table.shape[-1]) for table in (cos, sin))
-    return _NormRotate.apply(x.transpose(1, 2), None, 0.0, cos, sin, pairing == "interleaved").transpose(1, 2)
+    return _Rotate.apply(x, cos, sin, pairing == "interleaved")
 
 
 def _silu_times(gate: Tensor, up: Tensor) -> Tensor:
@@ -177,37 +201,59 @@ def dropout(x: Tensor, p: float, *, otherwise: Callable) -> Tensor:
     return _Dropout.apply(x, p, torch.randint(2**63 - 1, ()).item())
 
 
-class _CrossEntropy(Function):
+class _HeadLoss(Function):
+    """Each chunk of rows gets its logits and gives its gradients at once; the backward pass only scales them.
+
+    As in "Liger Kernel: Efficient Triton Kernels for LLM Training" (2024). `logits` is any function of rows and of
+    parameters.
+    """
+
     @staticmethod
-    def forward(ctx, logits: Tensor, targets: Tensor) -> Tensor:
-        losses, scales = torch.ops.inkling.cross_entropy(logits, targets, IGNORE)
-        ctx.save_for_backward(logits, targets, scales)
-        return losses.sum()
+    def forward(ctx, logits: Callable, chunks: list, shape: torch.Size, x: Tensor, *parameters: Tensor) -> Tensor:
+        loss, dxs, sums = x.new_zeros(()), [], [None] * len(parameters)
+        for rows, targets in chunks:
+            with torch.enable_grad():
+                rows = rows.detach().requires_grad_()
+                y = logits(rows)
+            losses, slopes = _cross_entropy(y.detach(), targets, slopes=True)
+            loss += losses.sum()
+            dx, *changes = torch.autograd.grad(y, [rows, *parameters], slopes.view_as(y), allow_unused=True)
+            dxs.append(torch.zeros_like(rows) if dx is None else dx)  # None: of logits that do not depend on x
+            sums = [new if old is None else old.add_(new) for old, new in zip(sums, changes, strict=True)]
+        ctx.save_for_backward((dxs[0] if len(dxs) == 1 else torch.cat(dxs)).view(shape), *sums)
+        return loss
 
     @staticmethod
     @once_differentiable
     def backward(ctx, change: Tensor):
-        return torch.ops.inkling.cross_entropy_backward(change, *ctx.saved_tensors, IGNORE), None
+        return None, None, None, *(None if slope is None else slope * change for slope in ctx.saved_tensors)
 
 
-def head_loss(logits: Callable, x: Tensor, targets: Tensor, *, otherwise: Callable) -> tuple[Tensor, Tensor]:
+def _cross_entropy(logits: Tensor, targets: Tensor, slopes: bool = False) -> tuple[Tensor, Tensor]:
+    """The loss of each of the rows of logits (... vocab), and with `slopes` what the logits change their sum by."""
+    rows = logits.reshape(-1, logits.shape[-1]).contiguous()
+    return torch.ops.inkling.cross_entropy(rows, targets.flatten(), IGNORE, slopes)
+
+
+def head_loss(
+    logits: Callable, x: Tensor, targets: Tensor, parameters: Iterable[Tensor], *, otherwise: Callable
+) -> tuple[Tensor, Tensor]:
     """The summed loss of logits(x) for targets (...) that are not IGNORE, and the number of these.
 
-    Many logits never exist all at once: of rows of x (... d_model) a chunk at a time, and in the backward pass again.
+    Many logits never exist all at once: of rows of x (... d_model) a chunk at a time.
     """
     if not covers(x):
-        return otherwise(logits, x, targets)
+        return otherwise(logits, x, targets, parameters)
     with torch.no_grad():
-        n = max(MIN_ROWS, CHUNK // logits(x[:0]).shape[-1])
-    pieces = [(x, targets)]
+        none = logits(x[:0])
+    if type(none) is not Tensor or none.dtype != torch.float32:
+        return otherwise(logits, x, targets, parameters)
+    n, chunks = max(MIN_ROWS, CHUNK // none.shape[-1]), [(x, targets)]
     if n < targets.numel():
-        pieces = list(zip(x.reshape(-1, x.shape[-1]).split(n), targets.flatten().split(n), strict=True))
-
-    def loss(x: Tensor, targets: Tensor) -> Tensor:
-        y = logits(x)
-        if not covers(y):  # of another type than x
-            return otherwise(lambda _: y, x, targets)[0]
-        return _CrossEntropy.apply(y.reshape(-1, y.shape[-1]).contiguous(), targets.flatten())
-
-    losses = [checkpoint(loss, *piece, use_reentrant=False) if len(pieces) > 1 else loss(*piece) for piece in pieces]
-    return torch.stack(losses).sum(), (targets != IGNORE).sum()
+        chunks = list(zip(x.reshape(-1, x.shape[-1]).split(n), targets.flatten().split(n), strict=True))
+    learned = [p for p in parameters if p.requires_grad]
+    if torch.is_grad_enabled() and (x.requires_grad or learned):
+        loss = _HeadLoss.apply(logits, chunks, x.shape, x, *learned)
+    else:
+        loss = torch.stack([_cross_entropy(logits(rows), some)[0].sum() for rows, some in chunks]).sum()
+    return loss, (targets != IGNORE).sum()

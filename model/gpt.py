@@ -170,7 +170,7 @@ class GPT(nn.Module):
 
     def loss(self, x: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """x (... d_model), the last hidden states, and targets (...) -> the summed loss in nats and its count."""
-        return self.ops.head_loss(self.logits, x, targets)
+        return self.ops.head_loss(self.logits, x, targets, self.parameters())
 
     def read(self, tokens: Tensor, cache: KVCache | None = None) -> Tensor:
         """The logits of `forward`, without its checks: from tensors alone, hence to be compiled once for all steps.

@@ -5,7 +5,7 @@ The modules hold weights and know the order of operations; what can be computed 
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from einops import repeat
@@ -49,7 +49,7 @@ def gated_linear(gate: Tensor, up: Tensor, down: Callable) -> Tensor:
     return down(F.silu(gate) * up)
 
 
-def head_loss(logits: Callable, x: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+def head_loss(logits: Callable, x: Tensor, targets: Tensor, parameters: Iterable[Tensor]) -> tuple[Tensor, Tensor]:
     """functional.cross_entropy of logits(x) and targets."""
     return functional.cross_entropy(logits(x), targets)
 
@@ -64,7 +64,8 @@ class Ops:
     rms_norm(x, gain, eps), rotate(x, cos, sin, pairing): see functional.py.
     gated_linear(gate, up, down): down(silu(gate) * up), with a module `down`.
     dropout(x, p): in training.
-    head_loss(logits, x, targets): functional.cross_entropy of logits(x), for a function `logits` of (... d_model).
+    head_loss(logits, x, targets, parameters): functional.cross_entropy of logits(x), for a function `logits` of
+        (... d_model) that may use these parameters.
     """
 
     attention: Callable

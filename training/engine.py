@@ -48,6 +48,8 @@ class Engine:
         `chosen`: what a run to resume chose. ValueError where the memory of this machine would not suffice.
         """
         device = auto.choose_device(cfg.device, cfg.deterministic)
+        if device.type == "cpu":
+            auto.keep_freed_memory()
         rows = cfg.batch_tokens // cfg.seq_len // distributed.size()
         n_parameters, n_bytes = estimate.size(vocab_size, cfg.model)
         n_learning = 8 * n_parameters if device.type == "cpu" else 0  # gradients and a moment at least

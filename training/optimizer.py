@@ -156,20 +156,22 @@ class Muon(torch.optim.Optimizer):
 
     def _muon(self, group: dict, parameters: list[Tensor]):
         batches = defaultdict(list)  # pieces of equal shape, to be worked on at once
-        shut = getattr(self, "found_inf", None)
-        keep, nothing = 1 - group["lr"] * group["weight_decay"], 0.0
+        shut, momentum, decay = getattr(self, "found_inf", None), group["momentum"], group["lr"] * group["weight_decay"]
+        for p in parameters:
+            if not self.state[p]:
+                self.state[p]["momentum"] = torch.zeros_like(p)
+        moments, gradients = [self.state[p]["momentum"] for p in parameters], [p.grad for p in parameters]
+        keep, nothing = 1 - decay, 0.0
         if shut is not None:  # nothing: what divides a direction, where there is to be none
-            keep = 1 - group["lr"] * group["weight_decay"] * (1 - shut.double())
-            nothing = torch.where(shut > 0, math.inf, 0.0)
-        for i, p in enumerate(parameters):
-            state, momentum = self.state[p], group["momentum"]
-            if not state:
-                state["momentum"] = torch.zeros_like(p)
-            gradient = p.grad if shut is None else torch.where(shut > 0, state["momentum"], p.grad)
-            state["momentum"].lerp_(gradient, 1 - momentum)
-            direction = unshared(torch.lerp(gradient, state["momentum"], momentum))
+            closed, keep = shut > 0, 1 - decay * (1 - shut.double())
+            nothing = torch.where(closed, math.inf, 0.0)
+            gradients = [torch.where(closed, *pair) for pair in zip(moments, gradients, strict=True)]
+        torch._foreach_lerp_(moments, gradients, 1 - momentum)
+        for i, (p, direction) in enumerate(
+            zip(parameters, torch._foreach_lerp(gradients, moments, momentum), strict=True)
+        ):
             down, across = self.cuts.get(p, (1, 1))
-            pieces = rearrange(direction, "(i r) (j c) -> (i j) r c", i=down, j=across).to(self.dtype)
+            pieces = rearrange(unshared(direction), "(i r) (j c) -> (i j) r c", i=down, j=across).to(self.dtype)
             tall = pieces.shape[1] > pieces.shape[2]
             batches[pieces.mT.shape[1:] if tall else pieces.shape[1:]].append((i, tall, pieces.mT if tall else pieces))
         for batch in batches.values():

@@ -208,7 +208,7 @@ def test_the_loss(shape):
 
 
 def head_loss(x, weight, targets, vocab):
-    return leaf("head_loss")(lambda x: (x @ weight.t())[..., :vocab], x, targets)
+    return leaf("head_loss")(lambda x: (x @ weight.t())[..., :vocab], x, targets, [weight])
 
 
 class Largest(TorchDispatchMode):

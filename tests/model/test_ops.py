@@ -190,3 +190,15 @@ def test_a_model_is_given_its_table_as_a_whole(small):
     model.use(WRITTEN)
     assert {module.ops for module in asks} == {WRITTEN}
     assert small().ops == TORCH
+
+
+@backends
+def test_logits_may_use_a_parameter_that_is_theirs(small, backend, monkeypatch):
+    """As somebody who scales them; under every backend the scale gets its gradient."""
+    right = gpt.GPT.logits
+    monkeypatch.setattr(gpt.GPT, "logits", lambda self, x: right(self, x) * self.scale)
+    model = small().float()
+    model.scale = torch.nn.Parameter(torch.tensor(0.7))
+    model.use(table(backend))
+    check_that_it_learns_as_written(model, model)
+    assert model.scale.grad != 0
