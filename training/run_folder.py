@@ -17,8 +17,8 @@ CODE = Path(__file__).resolve().parent.parent
 
 PROGRAM = (  # where its files are, as git takes it; nothing else of a checkout is anybody's business
     ":(glob)*.py",
-    *(f"{folder}/*.py" for folder in ("conf", "data", "insight", "model", "scripts", "training")),
-    *("conf/*.yaml", "model/*.cpp", "model/*.h"),
+    *(f"{folder}/*.py" for folder in ("conf", "data", "insight", "kernels", "model", "scripts", "training")),
+    *("conf/*.yaml", "kernels/*.cpp", "kernels/*.h"),
 )
 LARGEST_PATCH = 2**22  # bytes
 

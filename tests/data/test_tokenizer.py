@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conf.entry import REPOSITORY
-from data import tokenizer as tokenizer_module
 from data.tokenizer import (
     BPETokenizer,
     ByteTokenizer,
     CharacterTokenizer,
     JSONTokenizer,
+    bpe,
     load_tokenizer,
     named_encoding,
     read_json,
@@ -312,9 +312,9 @@ def test_the_exported_tokenizer_gives_the_same_ids(tokenizer):
 @pytest.fixture(scope="module")
 def gpt2(reference):
     """GPT-2's vocabulary, as our BPE."""
-    from data.tokenizer import _byte_level_alphabet
+    from data.tokenizer.byte_level import byte_level_alphabet
 
-    byte = {character: i for i, character in enumerate(_byte_level_alphabet())}
+    byte = {character: i for i, character in enumerate(byte_level_alphabet())}
     ids = json.loads((reference / "gpt2" / "vocab.json").read_text(encoding="utf-8"))
     ranks = sorted(ids, key=ids.__getitem__)[:-1]
     pattern = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -401,7 +401,7 @@ def test_a_named_encoding_comes_from_the_cache(tmp_path, monkeypatch):
 def test_a_silent_server_is_not_waited_for_for_ever(tmp_path, monkeypatch):
     import tiktoken.registry
 
-    monkeypatch.setattr(tokenizer_module, "DOWNLOAD_TIMEOUT", 0.3)
+    monkeypatch.setattr(bpe, "DOWNLOAD_TIMEOUT", 0.3)
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
     tiktoken.registry.list_encoding_names()
     with socket.create_server(("127.0.0.1", 0)) as server:  # takes the call and says nothing

@@ -1,11 +1,13 @@
 import json
 import shutil
 import subprocess
+import tomllib
 from dataclasses import asdict
 
 import pytest
 import torch
 
+from conf.entry import REPOSITORY
 from training import run_folder
 
 
@@ -128,3 +130,12 @@ def test_a_run_of_before_goes_on_with_special_tokens_as_plain_text_and_with_noth
     run_folder.check_same_settings("run", before, now[0])
     with pytest.raises(ValueError, match=r"another text or tokenizer: give tokenizer.parse_special=false"):
         run_folder.check_same_settings("run", before, now[1])
+
+
+def test_every_package_of_the_program_is_recorded():
+    """The C++ too; a new folder of ours has to be named."""
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())
+    packages = {name.split(".")[0] for name in project["tool"]["setuptools"]["packages"]}
+    assert {f"{package}/*.py" for package in packages} <= set(run_folder.PROGRAM)
+    cpp = {f"{path.parent.name}/*{path.suffix}" for path in REPOSITORY.glob("*/*") if path.suffix in (".cpp", ".h")}
+    assert cpp and cpp <= set(run_folder.PROGRAM)

@@ -1,0 +1,152 @@
+"""A tokenizer.json, by Hugging Face's library."""
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+
+from data.tokenizer.base import Decoder, Tokenizer
+from data.tokenizer.byte_level import byte_level_alphabet
+
+
+class JSONTokenizer(Tokenizer):
+    """Another model's tokenizer.json, run by Hugging Face's tokenizers.
+
+    `content` is that file, `beginning` the id that its model has seen before every text, if any, `ends` those that may
+    follow one. Its normalizer decides whether a text comes back exactly: many drop a space at the start.
+    """
+
+    kind = "json"
+    lossless = False
+    FILE = "tokenizer.json"
+
+    def __init__(self, content: str, beginning: int | None, ends: list[int], parse_special: bool = False):
+        import tokenizers
+
+        self.content, self.beginning, self.ends, self.parse_special = content, beginning, ends, parse_special
+        self.end_of_text = ends[0]
+        try:
+            self.tokenizer = tokenizers.Tokenizer.from_str(content)
+        except Exception as error:  # the library has no kind of its own
+            raise ValueError(f"this tokenizer.json is no tokenizer that can be read: {error}") from error
+        self.tokenizer.no_truncation()  # settings of a training long past
+        self.tokenizer.no_padding()
+        self.tokenizer.encode_special_tokens = not parse_special  # true: as text
+        self.vocab_size = max(self.tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+        for id in self.stops:
+            if not 0 <= id < self.vocab_size:
+                raise ValueError(f"special tokens must be ids below {self.vocab_size}, got {id}")
+        self.added = self.tokenizer.get_added_tokens_decoder()
+        self.special = {token.content: id for id, token in self.added.items()}
+        hidden = self.stops if parse_special else self.added.keys()  # in a text
+        self.hidden = {id for id, token in self.added.items() if token.special and id in hidden}
+        self.bytes_of = {character: byte for byte, character in enumerate(byte_level_alphabet())}
+        self.byte_level = '"ByteLevel"' in json.dumps(json.loads(content).get("decoder"))
+
+    @property
+    def stops(self) -> set[int]:
+        return {*self.ends} | ({self.beginning} if self.beginning is not None else set())
+
+    def encode(self, text: str) -> np.ndarray:
+        text.encode("utf-8")  # half a surrogate pair is a ValueError here, and worse there
+        return np.array(self.tokenizer.encode(text, add_special_tokens=False).ids, np.uint32)
+
+    def document(self, text: str) -> np.ndarray:
+        return self.documents([text])
+
+    def documents(self, texts: list[str]) -> np.ndarray:
+        for text in texts:
+            text.encode("utf-8")
+        first = [] if self.beginning is None else [self.beginning]
+        last = [self.end_of_text] if self.beginning is None else []
+        encoded = self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)  # on all cores
+        return np.concatenate([np.array([*first, *some.ids, *last], np.uint32) for some in encoded])
+
+    def document_bounds(self, tokens) -> tuple[np.ndarray, np.ndarray]:
+        if self.beginning is None:
+            return super().document_bounds(tokens)
+        starts = tokens.find(self.beginning)
+        if len(starts) == 0 or starts[0] > 0:
+            starts = np.concatenate([[0], starts])
+        return starts, np.append(starts[1:], len(tokens))
+
+    def prompt(self, text: str) -> list[int]:
+        if self.beginning is None:
+            return super().prompt(text)
+        return [self.beginning, *self.encode(text).tolist()]
+
+    def token_bytes(self, token: int) -> bytes:
+        piece = self.tokenizer.id_to_token(token)
+        if piece is None:  # a gap in the vocabulary
+            return b""
+        if token in self.added:
+            return b"" if token in self.hidden else piece.encode("utf-8")
+        if self.byte_level:
+            return bytes(self.bytes_of[character] for character in piece)
+        if re.fullmatch("<0x[0-9A-F]{2}>", piece):
+            return bytes([int(piece[3:5], 16)])
+        return piece.replace("\N{LOWER ONE EIGHTH BLOCK}", " ").encode("utf-8")
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        return self.tokenizer.decode(self.without_hidden(tokens), skip_special_tokens=False)
+
+    def without_hidden(self, tokens: Iterable[int]) -> list[int]:
+        return [int(token) for token in tokens if int(token) not in self.hidden]
+
+    def decoder(self, after: list[int]) -> "JSONDecoder":
+        return JSONDecoder(self, after)
+
+    def vocabulary(self) -> dict:
+        return {
+            "kind": self.kind,
+            "beginning": self.beginning,
+            "ends": self.ends,
+            "sha256": hashlib.sha256(self.content.encode()).hexdigest(),
+            **({"parse_special": True} if self.parse_special else {}),  # older vocabularies lack it
+        }
+
+    def to_json(self) -> str:
+        return self.content
+
+    def save(self, folder: Path):
+        super().save(folder)
+        (folder / self.FILE).write_text(self.content, encoding="utf-8")
+
+
+class JSONDecoder(Decoder):
+    """By the library's own stream, which knows what a tokenizer.json does to spaces between tokens."""
+
+    def __init__(self, tokenizer: JSONTokenizer, after: list[int]):
+        from tokenizers.decoders import DecodeStream
+
+        self.json, self.seen = tokenizer, tokenizer.without_hidden(after)
+        self.pieces = DecodeStream(ids=self.seen, skip_special_tokens=False)
+        self.sent = len(tokenizer.decode(after))
+
+    def push(self, token: int) -> str:
+        if token in self.json.hidden:
+            return ""
+        self.seen.append(token)
+        piece = self.pieces.step(self.json.tokenizer, token) or ""
+        self.sent += len(piece)
+        return piece
+
+    def end(self) -> str:
+        return self.json.decode(self.seen)[self.sent :]
+
+
+def read_json(path: str | Path, beginning: str | None, end_of_text: str, parse_special: bool = False) -> JSONTokenizer:
+    """The tokenizer of a tokenizer.json, whose special tokens are given by name."""
+    try:
+        content = Path(path).read_text(encoding="utf-8-sig")
+        names = {token["content"]: token["id"] for token in json.loads(content)["added_tokens"]}
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is no tokenizer.json that can be read: {error}") from error
+    for name in (beginning, end_of_text):
+        if name is not None and name not in names:
+            raise ValueError(f"{path} has no special token {name}: there are {', '.join(names)}")
+    first = None if beginning is None else names[beginning]
+    return JSONTokenizer(content, first, [names[end_of_text]], parse_special)
