@@ -10,7 +10,9 @@ import composed
 import hardware
 import pytest
 import torch
+from miniature import SMALL
 
+import train
 from model import GPT, ModelConfig
 
 # built once, not in each test's own home
@@ -96,3 +98,15 @@ def llama_tokenizer() -> str:
     )
     tokenizer.add_special_tokens(["<unk>", "<s>", "</s>"])
     return json.dumps(json.loads(tokenizer.to_str()))
+
+
+@pytest.fixture
+def run(settings, tmp_path):
+    """Trains with SMALL and the given overrides; returns the run's folder, and keeps the exit code."""
+    (tmp_path / "words.txt").write_text("".join(f"{i} times {i} is {i * i}.\n" for i in range(50)))
+
+    def make(name: str, *overrides: str) -> Path:
+        make.code = train.train(settings(*SMALL, *overrides), tmp_path / "runs" / name)
+        return tmp_path / "runs" / name
+
+    return make

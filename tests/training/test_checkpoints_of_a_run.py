@@ -1,0 +1,133 @@
+"""Which checkpoints a run keeps, and what it does where it cannot."""
+
+import math
+import resource
+import signal
+from pathlib import Path
+
+import pytest
+from miniature import at_step, equal, final, rows
+
+from training import checkpoint, checkpoints, evaluation
+from training.evaluation import Evaluation
+
+hardware = pytest.mark.hardware
+
+
+def losses_are(monkeypatch, *values: float) -> list:
+    """What evaluations find, one after the other -> how much of the text each was to take."""
+    values, limits = iter(values), []
+    monkeypatch.setattr(
+        evaluation, "evaluate", lambda *_, **k: (limits.append(k["limit"]), Evaluation(next(values), 1, 1))[1]
+    )
+    return limits
+
+
+PATIENT = ["patience=2", "every.evaluate=1", "keep=1", "every.checkpoint=100"]
+
+
+def test_the_newest_checkpoints_and_the_best_are_kept(run, monkeypatch):
+    losses = iter([5.0, 1.0, 4.0, 3.0, 2.0, 2.5, 2.2, 2.1])
+    monkeypatch.setattr(evaluation, "evaluate", lambda *_, **__: Evaluation(next(losses), 1, 1))
+    folder = run("kept", "keep=2", "every.checkpoint=1", "every.evaluate=1")
+    assert [path.name[-1] for path in checkpoint.steps(folder)] == ["8", "7", "2"]
+    assert {path.name for path in (folder / "checkpoints").iterdir() if path.is_dir()} == {
+        "step_00000008",
+        "step_00000007",
+        "step_00000002",
+    }
+
+
+@pytest.mark.parametrize("stop", [None, 3, 4, 5])
+def test_without_a_lower_validation_loss_the_run_ends_and_its_best_is_saved_also_when_resumed(
+    run, monkeypatch, capsys, stop
+):
+    losses_are(monkeypatch, 5.0, 4.0, 3.0, 3.5, math.nan, 1.0)
+    if stop:
+        run("one", *PATIENT, f"stop_after={stop}")
+    folder = run("one", *PATIENT, "resume=auto")
+    assert run.code == 0 and rows(folder)[-1]["step"] == 5
+    assert [path.name[-1] for path in checkpoint.steps(folder)] == ["5", "3"]
+    said = capsys.readouterr().out
+    assert "patience    ended after step 5: 2 evaluations without a lower validation loss" in said or stop == 5
+    assert "best        checkpoint=" in said and ":best is step 3, validation loss 3.0000; the last is not" in said
+    before = (folder / "metrics.jsonl").read_bytes()
+    run("one", *PATIENT, "resume=auto")
+    assert run.code == 0 and (folder / "metrics.jsonl").read_bytes() == before
+    assert "5 steps are done, and patience=2 has ended; give more" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="patience=2 has ended; give more"):
+        run("fork", *PATIENT, f"resume={folder}")
+    assert rows(run("fork", *PATIENT, f"resume={folder}:best", "stop_after=4"))[-1]["step"] == 4
+
+
+def test_validation_losses_are_compared_on_the_same_part_of_the_text(run, monkeypatch, capsys):
+    """The last evaluation takes all of it, and says nothing of which checkpoint is better."""
+    part = ["every.evaluate=4", "every.checkpoint=4", "evaluation_tokens=40"]
+    limits = losses_are(monkeypatch, 3.0, 2.0, 5.0)
+    folder = run("one", *part)
+    assert limits == [40, None, 40]
+    assert [row["validation_loss"] for row in rows(folder) if "validation_loss" in row] == [3.0, 2.0]
+    assert checkpoint.find(f"{folder}:best").name[-1] == "4"
+    assert "the last, 5.0000, is clearly worse" in capsys.readouterr().out
+    losses_are(monkeypatch, 4.0, 9.0)
+    longer = run("one", *part, "resume=auto", "steps=12")
+    assert final(longer)[1]["guard"]["lowest"] == 3.0
+    losses_are(monkeypatch, 9.0, 4.0)
+    other = run("one", "evaluation_tokens=39", *part[:2], "resume=auto", "steps=16")
+    assert final(other)[1]["guard"]["lowest"] == 4.0
+
+
+def test_the_lowest_validation_loss_is_named_also_where_it_was_not_saved(run, monkeypatch, capsys):
+    losses_are(monkeypatch, 1.0, 4.0, 5.0, 6.0)
+    run("one", "every.evaluate=2", "every.checkpoint=4")
+    said = capsys.readouterr().out
+    assert "runs/one:best is step 4, validation loss 4.0000; the last, 6.0000, is clearly worse" in said
+    assert "lowest      1.0000 after step 2, of which no checkpoint is left" in said
+
+
+def test_a_folder_has_one_run_at_a_time(run):
+    with (
+        checkpoints.taken(Path("runs/one")),
+        pytest.raises(ValueError, match="runs/one is in use by another process"),
+    ):
+        run("one")
+    run("one")
+
+
+def test_a_folder_that_cannot_be_written_is_found_before_the_first_step(run, tmp_path, monkeypatch):
+    at_step(monkeypatch, 1, lambda *_: pytest.fail("a step was made"))
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "file").write_text("")
+    with pytest.raises(ValueError, match="checkpoints cannot be written to .*Not a directory"):
+        run("file/one")
+
+
+@pytest.mark.parametrize("kind", ["an error", "a full disk"])
+def test_a_checkpoint_that_cannot_be_saved_does_not_end_the_run_but_its_exit_code_says_so(
+    run, monkeypatch, kind, capfd
+):
+    every = ["every.checkpoint=2", "every.sample=100"]
+    whole = run("whole", *every)
+    real, calls = checkpoint.save_file, []
+
+    def failing(weights, path):
+        calls.append(path)
+        if len(calls) != 2:
+            return real(weights, path)
+        if kind == "an error":
+            raise OSError("Input/output error")
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+        try:
+            return real(weights, path)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+    monkeypatch.setattr(checkpoint, "save_file", failing)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    with pytest.raises(ValueError, match="1 checkpoints could not be saved"):
+        run("parts", *every)
+    signal.signal(signal.SIGXFSZ, before)
+    assert "step_00000004 could not be saved, training goes on: " in capfd.readouterr().out
+    assert [path.name[-1] for path in checkpoint.steps(Path("runs/parts"))] == ["8", "6", "2"]
+    assert equal(whole, Path("runs/parts"))
