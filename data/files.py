@@ -44,7 +44,7 @@ def check_shape(value: Any, shape: Any, name: str) -> Any:
     with _in_a_line(name):
         adapter = _adapter(shape)
         if is_dataclass(shape):
-            return adapter.validate_json(json.dumps(value), strict=True, extra="ignore")
+            return adapter.validate_json(json.dumps(value, default=repr), strict=True, extra="ignore")
         return adapter.validate_python(value, strict=True, extra="allow")
 
 
@@ -78,8 +78,10 @@ def _in_words(error: ValidationError) -> str:
     where = ".".join(map(str, first["loc"])) or "it"
     if first["type"] == "json_invalid":
         return first["msg"]
-    if first["type"] == "value_error":  # by a rule of a dataclass
-        return str(first["ctx"]["error"])
+    if (
+        first["type"] == "value_error"
+    ):  # by a rule of a dataclass, which names the settings itself, or by one of a field
+        return f"{where} {first['ctx']['error']}" if first["loc"] else str(first["ctx"]["error"])
     if first["type"] == "missing":
         return f"{where} is missing"
     return f"{where} {first['msg'].removeprefix('Input ')}, got {reprlib.repr(first['input'])}"

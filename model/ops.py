@@ -65,7 +65,7 @@ class Ops:
     gated_linear(gate, up, down): down(silu(gate) * up), with a module `down`.
     dropout(x, p): in training.
     head_loss(logits, x, targets, parameters): functional.cross_entropy of logits(x), for a function `logits` of
-        (... d_model) that may use these parameters.
+        (... d_model) that may use these parameters, and no others that learn: a kernel gives gradients to these.
     """
 
     attention: Callable

@@ -2,13 +2,16 @@
 
 import errno
 import json
+from dataclasses import asdict
 from typing import Annotated, NotRequired
 
 import pytest
 from pydantic import Field, FiniteFloat
+from texts import BYTES, FILES
 from typing_extensions import TypedDict
 
-from data.files import naming, read_json
+from data.config import CHAT
+from data.files import check_shape, naming, read_json
 
 
 class Part(TypedDict):
@@ -64,6 +67,16 @@ def test_what_is_wrong_with_a_file_is_one_line_with_its_name_and_the_place(path,
         read_json(path, Whole)
     line = str(caught.value)
     assert line.startswith(str(path)) and "\n" not in line and len(line) < len(str(path)) + 200
+
+
+@pytest.mark.parametrize(("now", "younger"), [(FILES, {*CHAT, "template", "prompt"}), (BYTES, {"parse_special"})])
+def test_settings_of_another_version_are_those_of_this_one(now, younger):
+    older = {name: value for name, value in asdict(now).items() if name not in younger}
+    later = asdict(now) | {"not_known_yet": None}
+    assert check_shape(older, type(now), "a") == check_shape(later, type(now), "a") == now
+    for name in older:
+        with pytest.raises(ValueError, match=f"^a is damaged: {name} is missing$"):
+            check_shape({other: value for other, value in older.items() if other != name}, type(now), "a")
 
 
 def test_a_folder_in_a_files_place_is_refused_by_name(path):

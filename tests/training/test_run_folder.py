@@ -80,12 +80,12 @@ def test_only_the_program_is_in_the_patch_and_what_git_does_not_know_is_named(ch
         (code / name).write_text("KEY=hunter2\n")
         git("add", "-N", "-f", name)
     assert record(tmp_path / "run")["changed"] is False and not (tmp_path / "run" / "changes.patch").exists()
-    for name in ("conf/experiment/mine.yaml", "model/block.cpp", "model/deep/new.py", "own.py", "private/y.py"):
+    for name in ("conf/experiment/mine.yaml", "kernels/block.cpp", "model/deep/new.py", "own.py", "private/y.py"):
         (code / name).parent.mkdir(exist_ok=True, parents=True)
         (code / name).write_text("mine = 1\n")
     environment = record(tmp_path / "run")
     assert environment["changed"] is False
-    assert environment["untracked"] == ["conf/experiment/mine.yaml", "model/block.cpp", "model/deep/new.py", "own.py"]
+    assert environment["untracked"] == ["conf/experiment/mine.yaml", "kernels/block.cpp", "model/deep/new.py", "own.py"]
     git("add", ".")
     environment, patch = record(tmp_path / "run"), (tmp_path / "run" / "changes.patch").read_text()
     assert environment["changed"] is True and environment["untracked"] == []
