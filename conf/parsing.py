@@ -127,7 +127,7 @@ def unknown_key(key: str, schema: type) -> str:
     known = setting_names(schema)
     near = difflib.get_close_matches(key, known, n=1, cutoff=0.75)
     if not near:  # the last part of a name, or the right one in another group
-        by_last = {name.split(".")[-1]: name for name in reversed(known)}
+        by_last = {name.split(".")[-1]: name for name in sorted(known, key=lambda name: -name.count("."))}
         near = [by_last[last] for last in difflib.get_close_matches(key.split(".")[-1], by_last, n=1)]
     return f"unknown setting {key}: " + (f"did you mean {near[0]}?" if near else "--help lists all there are")
 

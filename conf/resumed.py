@@ -79,7 +79,7 @@ def _typed(arguments: list[str]) -> Iterator[str]:
         key = override.key_or_group
         yield key
         if key == "experiment" and (path := CONF / key / f"{override.value()}.yaml").is_file():
-            yield from _of_experiment(yaml.safe_load(path.read_text(encoding="utf-8")))
+            yield from _of_experiment(yaml.safe_load(path.read_text(encoding="utf-8")) or {})
 
 
 def _of_experiment(experiment: dict) -> Iterator[str]:

@@ -219,7 +219,7 @@ class _HeadLoss(Function):
             loss += losses.sum()
             dx, *changes = torch.autograd.grad(y, [rows, *parameters], slopes.view_as(y), allow_unused=True)
             dxs.append(torch.zeros_like(rows) if dx is None else dx)  # None: of logits that do not depend on x
-            sums = [new if old is None else old.add_(new) for old, new in zip(sums, changes, strict=True)]
+            sums = [new if old is None else old + new for old, new in zip(sums, changes, strict=True)]
         ctx.save_for_backward((dxs[0] if len(dxs) == 1 else torch.cat(dxs)).view(shape), *sums)
         return loss
 

@@ -59,7 +59,7 @@ class ModelConfig:
         for name, kind in get_type_hints(type(self)).items():
             value, parts = getattr(self, name), [kind, *get_args(kind)]
             choices = [word for part in parts if get_origin(part) is Literal for word in get_args(part)]
-            if choices and value is not None and value not in choices:
+            if choices and value not in choices and (value is not None or type(None) not in parts):
                 raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value}")
         for name in ("d_model", "n_layers", "d_ff", "max_seq_len", "window", "vocab_multiple"):
             if getattr(self, name) is not None and getattr(self, name) < 1:

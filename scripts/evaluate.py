@@ -4,6 +4,7 @@ import json
 import math
 import sys
 from collections.abc import Callable
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
@@ -118,8 +119,8 @@ def trained_on(folder: Path, tokenizer: Tokenizer) -> Corpus:
 def prepared(folder: Path, tokenizer: Tokenizer, data: DataConfig, settings: TokenizerConfig | None = None) -> Corpus:
     """A corpus in the checkpoint's tokenizer, of which there may be settings other than to take it from there."""
     about = checkpoint.read_about(folder)
-    text = checkpoint.text_of(about, folder)
-    known = learned_from(about, folder) if text is not None and data == text[0] else None
+    its_own = about.get("data") or {}  # of an older version some settings are not there
+    known = learned_from(about, folder) if its_own and its_own.items() <= asdict(data).items() else None
     corpus = prepare(data, saved_tokenizer(folder / "tokenizer") if settings is None else settings, known=known)
     if corpus.tokenizer.fingerprint() != tokenizer.fingerprint():
         raise ValueError(f"{corpus.folder} has another tokenizer than {folder}: is it the same text?")

@@ -23,7 +23,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import MISSING, asdict, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NotRequired, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NotRequired, get_args, get_type_hints
 
 import torch
 from pydantic import Field, FiniteFloat, InstanceOf
@@ -64,9 +64,9 @@ FIELDS = fields(ModelConfig)
 def _shape_of_arguments() -> Any:
     """Of what model.json calls a model's arguments: the size of its vocabulary, and ModelConfig, whose rules follow."""
     stricter = {int: Count, int | None: Count | None, float: FiniteFloat, float | None: FiniteFloat | None, bool: bool}
-    shapes: dict[str, Any] = {
-        name: stricter.get(kind, str | None) for name, kind in get_type_hints(ModelConfig).items()
-    }
+    kinds = get_type_hints(ModelConfig).items()
+    words = {name: str | None if type(None) in get_args(kind) else str for name, kind in kinds}
+    shapes: dict[str, Any] = {name: stricter.get(kind, words[name]) for name, kind in kinds}
     needed = {one.name for one in FIELDS if one.default is MISSING}
     shapes = {name: kind if name in needed else NotRequired[kind] for name, kind in shapes.items()}
     return TypedDict("Arguments", {"vocab_size": Count, **shapes})  # type: ignore[operator]

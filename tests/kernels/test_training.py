@@ -211,6 +211,17 @@ def head_loss(x, weight, targets, vocab):
     return leaf("head_loss")(lambda x: (x @ weight.t())[..., :vocab], x, targets, [weight])
 
 
+def test_parameters_that_share_a_gradient_get_it_once_from_each_chunk(monkeypatch):
+    monkeypatch.setattr(training, "CHUNK", 1)
+    x, weight, targets = torch.randn(384, 8), torch.randn(5, 8), torch.randint(5, (384,))
+    biases = [torch.randn(5, requires_grad=True) for _ in range(2)]
+    loss, _ = leaf("head_loss")(lambda x: x @ weight.t() + (biases[0] + biases[1]), x, targets, biases)
+    expected, _ = functional.cross_entropy(x @ weight.t() + (biases[0] + biases[1]), targets)
+    torch.testing.assert_close(
+        torch.autograd.grad(loss, biases), torch.autograd.grad(expected, biases), rtol=1e-4, atol=1e-4
+    )
+
+
 class Largest(TorchDispatchMode):
     """Remembers the largest tensor that was made."""
 

@@ -305,6 +305,7 @@ def test_the_arguments_build_the_same_model(small):
     ("arguments", "message"),
     [
         ({"positions": "ropes"}, "positions.*rope, learned.*got ropes"),
+        ({"positions": None}, "positions.*rope, learned.*got None"),
         ({"norm": "batchnorm"}, "norm.*rmsnorm, layernorm.*got batchnorm"),
         ({"feed_forward": "glu"}, "feed_forward.*swiglu, gelu, relu2.*got glu"),
         ({"window": 0}, "window.*at least 1, got 0"),
