@@ -91,6 +91,7 @@ def run(cfg: Train, folder: Path, group: str | None, began: float, start: Start)
         Interruption(interruption.seconds(cfg.max_time), began, engine.steps_ahead) as interrupted,
         Recorder(folder, cfg, engine, start, steps, group) as recorder,
         Checkpoints(folder, cfg, start, steps, engine.choices, corpus, recorder) as saver,
+        distributed.name_missing_ranks(lambda: state.step),
     ):
         if cfg.on_spike == "rollback":
             saver.ensure(state)  # something to go back to

@@ -104,10 +104,11 @@ def gather_objects(value: Any) -> list:
 
 
 @contextmanager
-def naming_the_late(step: int) -> Iterator[None]:
-    """Around what ranks do together in a step: if it fails, says which of them were not there.
+def name_missing_ranks(step: Callable[[], int]) -> Iterator[None]:
+    """Around the training loop, whose ranks wait for each other: if one waits in vain, says which did not answer.
 
-    Those that waited in vain sign a list; who has not signed soon after is late, or dead.
+    `step` tells how many steps are done. Ranks whose collective failed sign a list; those that have not signed three
+    seconds later are hung or dead.
     """
     try:
         yield
@@ -115,11 +116,11 @@ def naming_the_late(step: int) -> Iterator[None]:
         if size() == 1 or not dist.is_initialized():
             raise
         store = dist.distributed_c10d._get_default_store()
-        store.set(f"waited for step {step}: {rank()}", "")
+        store.set(f"waited in vain: {rank()}", "")
         time.sleep(3)
-        late = [str(r) for r in range(size()) if not store.check([f"waited for step {step}: {r}"])]
-        who = f"rank {', '.join(late)} did not answer" if late else "all ranks are there, but failed"
-        raise RuntimeError(f"{who} in step {step + 1}: {str(error).splitlines()[0]}") from error
+        missing = [str(r) for r in range(size()) if not store.check([f"waited in vain: {r}"])]
+        who = f"rank {', '.join(missing)} did not answer" if missing else "all ranks answer, but failed"
+        raise RuntimeError(f"{who} after step {step()}: {str(error).splitlines()[0]}") from error
 
 
 # --- models ---------------------------------------------------------------------------------------------------------

@@ -65,8 +65,7 @@ class Interruption:
         """What is wanted on any rank. Asked by all alike, after each look; `step` steps are done."""
         before, reason = self.last, self.wanted()
         pace = 0.0 if before is None or step <= self.looked else (self.last - before) / (step - self.looked)
-        with distributed.naming_the_late(step):
-            reasons, paces = distributed.gather(reason, pace)
+        reasons, paces = distributed.gather(reason, pace)
         self.looked, slowest = step, max(paces)
         self.next_look = step + max(1, min(self.steps_ahead, int(1 / slowest) if slowest else 1))
         return int(max(reasons))

@@ -57,7 +57,7 @@ def train_step(
     rng = state.rng.state()
     if state.step in state.guard.skip or count == 0:
         return Step(state.step, rng, None)
-    with distributed.naming_the_late(state.step), engine.explaining_memory(batch):
+    with engine.explaining_memory(batch):
         total = compute_gradients(
             engine.forward,
             state.scaler,

@@ -246,37 +246,52 @@ def worker(launcher: int, rank: int) -> int:
 
 
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds the process of a rank in /proc")
-@pytest.mark.parametrize(("number", "restarts"), [(signal.SIGKILL, 1), (signal.SIGSTOP, 0)])
-def test_a_rank_that_dies_or_hangs(tmp_path, number, restarts):
-    """Dead, torchrun starts all again, from the last checkpoint; hung, the run ends and names the rank."""
+def test_torchrun_restarts_a_run_whose_rank_died(tmp_path):
+    """From its last checkpoint."""
     write_text(tmp_path)
-    steps = 80 if number == signal.SIGKILL else 100000
-    own = [
-        "every.checkpoint=5",
-        "every.evaluate=1000",
-        "every.sample=1000",
-        f"steps={steps}",
-        "rank_timeout=15",
-        "compile=false",
-    ]
-    words = [*TORCHRUN, f"--max-restarts={restarts}", "--monitor-interval=0.2", str(REPOSITORY / "train.py"), *SMALL]
-    words += [*own, "hydra.run.dir=run", "resume=auto"]
+    own = ["every.checkpoint=5", "every.evaluate=1000", "every.sample=1000", "steps=80", "rank_timeout=15"]
+    words = [*TORCHRUN, "--max-restarts=1", "--monitor-interval=0.2", str(REPOSITORY / "train.py"), *SMALL, *own]
     log = (tmp_path / "log").open("w")
+    words += ["hydra.run.dir=run", "resume=auto"]
     process = subprocess.Popen(words, cwd=tmp_path, env=environment(tmp_path), stdout=log, stderr=log)
     metrics = tmp_path / "run" / "metrics.jsonl"
     wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") > 8)
-    hit = worker(process.pid, 1)
-    os.kill(hit, number)
-    if number == signal.SIGSTOP:
-        wait_for(lambda: "did not answer" in (tmp_path / "log").read_text())
-        os.kill(hit, signal.SIGKILL)  # torchrun would give it half a minute to hear that it is over
-    code = process.wait(timeout=120)
-    said = (tmp_path / "log").read_text()
-    if number == signal.SIGKILL:
-        assert code == 0, said
-        assert "resuming from run/checkpoints/step_" in said
-        assert [row["step"] for row in rows(tmp_path / "run")] == list(range(1, steps + 1))
-    else:
-        assert code != 0
-        assert "RuntimeError: rank 1 did not answer in step" in said, said
-        checkpoint.find(tmp_path / "run", for_training=True)
+    os.kill(worker(process.pid, 1), signal.SIGKILL)
+    code, said = process.wait(timeout=120), (tmp_path / "log").read_text()
+    assert code == 0, said
+    assert "resuming from run/checkpoints/step_" in said
+    assert [row["step"] for row in rows(tmp_path / "run")] == list(range(1, 81))
+
+
+HANGS = """
+import os, signal, sys
+from training import distributed, step
+from training.state import TrainState
+
+def hang(*_):
+    if distributed.rank() == 1:
+        open("hung", "w").write(str(os.getpid()))
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+where, sys.argv[1:] = sys.argv[1], sys.argv[2:]
+if where == "gradients":
+    step.gradient_norm = hang
+else:
+    real, TrainState.memory = TrainState.memory, lambda state: (hang(), real(state))[1]
+from train import main
+main()
+"""
+
+
+@pytest.mark.parametrize(("where", "after"), [("gradients", 0), ("checkpoint", 2)])
+def test_a_rank_that_hangs_is_named(tmp_path, where, after):
+    """Wherever the ranks wait for each other."""
+    write_text(tmp_path)
+    (tmp_path / "hangs.py").write_text(HANGS)
+    words = ["hangs.py", where, *SMALL, "rank_timeout=5", "hydra.run.dir=run"]
+    try:
+        result = command(*words, cwd=tmp_path, ranks=2, HOME=str(tmp_path))
+    finally:
+        os.kill(int((tmp_path / "hung").read_text()), signal.SIGKILL)
+    assert result.returncode != 0
+    assert f"RuntimeError: rank 1 did not answer after step {after}" in result.stderr
