@@ -18,8 +18,8 @@ from conf.schema import Train
 from data.batches import make_batches
 from data.files import naming
 from data.prepare import planned_vocabulary, prepare
-from training import checkpoints, distributed, estimate, interruption, tracking
-from training.checkpoints import Checkpoints
+from training import distributed, estimate, interruption, tracking
+from training.checkpoints import Checkpoints, run_lock
 from training.engine import Engine, announce
 from training.evaluation import validate
 from training.interruption import Interruption
@@ -52,9 +52,9 @@ def train(cfg: Train, folder: Path, group: str | None = None) -> int:
         print(estimate.report(cfg, *planned_vocabulary(cfg.data, cfg.tokenizer)))
         return 0
     began, folder = time.monotonic(), distributed.broadcast(folder)
-    with checkpoints.taken(folder, distributed.rank() == 0), naming(folder):
+    with run_lock(folder, distributed.rank() == 0), naming(folder):
         tracking.asked_mode(cfg.tracking.mode, cfg.tracking.project)
-        start = distributed.agreed(find_start, cfg, folder)
+        start = distributed.on_rank0(find_start, cfg, folder)
         steps = planned_steps(cfg, start)
         if steps is not None and nothing_left(cfg, steps, start):
             return 0
@@ -90,11 +90,11 @@ def run(cfg: Train, folder: Path, group: str | None, began: float, start: Start)
     with (
         Interruption(interruption.seconds(cfg.max_time), began, engine.steps_ahead) as interrupted,
         Recorder(folder, cfg, engine, start, steps, group) as recorder,
-        Checkpoints(folder, cfg, start, steps, engine.choices, corpus, recorder) as saver,
+        Checkpoints(folder, cfg, start, steps, engine.choices, corpus, recorder) as checkpoints,
         distributed.name_missing_ranks(lambda: state.step),
     ):
         if cfg.on_spike == "rollback":
-            saver.ensure(state)  # something to go back to
+            checkpoints.ensure(state)  # something to go back to
         stream, reason, patient = batches.stream(state.step, end, engine.device), 0, True
         pending: list[Step] = []
         while state.step < end and patient:
@@ -105,7 +105,7 @@ def run(cfg: Train, folder: Path, group: str | None, began: float, start: Start)
             factor = rate_factor(state.step, steps, cfg.schedule)
             if length != length_at(max(0, state.step - 1)):
                 state.gate.forget()
-            pending.append(train_step(engine, state, batch, count, factor, cfg.optimizer.clip, length, due.row))
+            pending.append(train_step(engine, state, batch, count, factor, cfg.optimizer.grad_clip, length, due.row))
             state.step += 1
             if not (due.any or interrupted.look_due(state.step)):
                 continue
@@ -114,7 +114,7 @@ def run(cfg: Train, folder: Path, group: str | None, began: float, start: Start)
             outcome = look(state, pending)
             if outcome.held:
                 length = length_at(outcome.number)
-                recover(outcome, cfg, engine, state, batches, length, corpus.tokenizer, saver, recorder)
+                recover(outcome, cfg, engine, state, batches, length, corpus.tokenizer, checkpoints, recorder)
                 recorder.rewind(state.step)
                 stream = batches.stream(state.step, end, engine.device)
                 continue
@@ -125,7 +125,7 @@ def run(cfg: Train, folder: Path, group: str | None, began: float, start: Start)
                 row |= {"lr": factor * cfg.optimizer.lr} | outcome.figures() | state.guard.figures()
                 compared = {}
                 if due.evaluate:
-                    figures, loss = validate(engine, corpus, cfg.seq_len, cfg.evaluation_tokens, state.step == steps)
+                    figures, loss = validate(engine, corpus, cfg.seq_len, cfg.eval_tokens, state.step == steps)
                     row, compared = row | figures, {"compared_loss": loss}
                     lower = state.guard.evaluated(state.step, loss)
                     patient = cfg.patience is None or state.guard.waited < cfg.patience
@@ -136,10 +136,10 @@ def run(cfg: Train, folder: Path, group: str | None, began: float, start: Start)
                     write_sample(engine, state, corpus.tokenizer, cfg.sample, cfg.seed)
                     recorder.sample(state.samples)
                 if due.checkpoint:
-                    saver.save(state, row | compared)
+                    checkpoints.save(state, row | compared)
         if reason:
-            saver.ensure(state)
-        failed = saver.wait()
+            checkpoints.ensure(state)
+        failed = checkpoints.wait()
     return recorder.farewell(state, reason, patient, failed)
 
 

@@ -13,6 +13,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from pydantic import TypeAdapter, ValidationError
 
+from data import older
+
 Settings = TypeVar("Settings")
 BOUNDS = {"greater_than_equal": "at least", "greater_than": "above", "less_than_equal": "at most", "less_than": "below"}
 KINDS = {"int": "a whole number", "float": "a number", "bool": "true or false", "string": "a text"}
@@ -106,6 +108,8 @@ def _in_a_line(mistake: Any, schema: type) -> str:
         choices = re.findall(r"'([^']*)'", more["expected"])
         near = difflib.get_close_matches(str(value), choices, n=1)
         hint = f" (did you mean {near[0]}?)" if near else ""
+        if current := older.VALUES.get((parts[-1], str(value))):
+            hint = f" (it is called {current} now)"
         return f"{key} must be one of {', '.join(choices)}, got {value}{hint}"
     if kind == "list_type":
         return f"{key}: must be a list, such as [one,two], got {value}"
@@ -125,6 +129,9 @@ def _with_group(message: str, group: str, schema: type) -> str:
 def unknown_key(key: str, schema: type) -> str:
     """The message for a setting that does not exist, with the nearest that does."""
     known = setting_names(schema)
+    group, dot, last = key.rpartition(".")
+    if (current := f"{group}{dot}{older.NAMES.get(last)}") in known:
+        return f"unknown setting {key}: it is called {current} now"
     near = difflib.get_close_matches(key, known, n=1, cutoff=0.75)
     if not near:  # the last part of a name, or the right one in another group
         by_last = {name.split(".")[-1]: name for name in sorted(known, key=lambda name: -name.count("."))}

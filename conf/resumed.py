@@ -12,6 +12,8 @@ from hydra.core.override_parser.types import Quote, QuotedString
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from data.older import renamed
+
 CONF = Path(__file__).resolve().parent
 OF_A_START = ("resume", "init_from", "stop_after", "dry_run")  # of one start of a run, not of the run
 INSTEAD = {"steps": "epochs", "epochs": "steps"}  # who gives one does not want the other
@@ -53,6 +55,7 @@ def with_its_own(composed: DictConfig, typed: list[str], run: Path, schema: type
         raise ValueError(f"{run}/config.yaml cannot be read: {' '.join(str(error).split())[:200]}") from error
     if not isinstance(own, DictConfig):
         raise ValueError(f"{run}/config.yaml is damaged: it holds no settings")
+    own = OmegaConf.create(renamed(OmegaConf.to_container(own)))
     cfg, chosen = composed.copy(), {*_typed(typed)}
     for key in _settings(schema):
         group = key.partition(".")[0]

@@ -37,7 +37,7 @@ class Train(EngineConfig, GuardConfig):
     seq_len: SeqLen
     seq_len_warmup: Annotated[float, Ge(0), Le(1)]
     packing: Packing
-    evaluation_tokens: Annotated[int, Ge(1), Le(10**15)] | None
+    eval_tokens: Annotated[int, Ge(1), Le(10**15)] | None
     dry_run: bool
     world: Annotated[int, Ge(1), Le(10**7)]
     mfu: Annotated[float, Gt(0), Le(1)]
@@ -61,7 +61,7 @@ class Train(EngineConfig, GuardConfig):
         check_batch("steps", self.steps or 0, self.batch_tokens, self.seq_len)
         if self.attention == "fused" and self.model.soft_cap is not None:
             got = f"got model.soft_cap {self.model.soft_cap}"
-            raise ValueError(f"attention=fused has no soft cap, {got}: take written or auto")
+            raise ValueError(f"attention=fused has no soft cap, {got}: take math or auto")
         if self.seq_len_warmup and self.seq_len % 4:
             quarter = "seq_len_warmup begins with rows of a quarter of seq_len"
             raise ValueError(f"{quarter}, which must be a multiple of 4, got {self.seq_len}")

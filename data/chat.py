@@ -57,7 +57,7 @@ def encode(text: str, learned: Spans, tokenizer: Tokenizer) -> tuple[np.ndarray,
     End-of-text follows, also where documents of this tokenizer only have a beginning; it is learned after an answer.
     """
     empty = tokenizer.documents([""])  # what begins any text, and mostly what ends it
-    begin = empty[empty != tokenizer.end_of_text]
+    begin = empty[empty != tokenizer.eos_id]
     ids, flags, at = [begin], [np.zeros(len(begin), bool)], 0
     for start, end in (*learned, (len(text), len(text))):
         for piece, flag in ((text[at:start], False), (text[start:end], True)):
@@ -65,6 +65,6 @@ def encode(text: str, learned: Spans, tokenizer: Tokenizer) -> tuple[np.ndarray,
                 ids.append(tokenizer.encode(piece))
                 flags.append(np.full(len(ids[-1]), flag))
         at = end
-    ids.append(np.array([tokenizer.end_of_text], empty.dtype))
+    ids.append(np.array([tokenizer.eos_id], empty.dtype))
     flags.append(np.array([learned[-1][1] == len(text)]))
     return np.concatenate(ids), np.concatenate(flags)

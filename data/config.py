@@ -101,7 +101,7 @@ class TokenizerConfig:
     train_chars: Count
     encoding: Name | None
     path: PathName | None
-    beginning: Text | None
+    bos_token: Text | None
     parse_special: bool = False
 
     def __post_init__(self):

@@ -124,6 +124,7 @@ def corpus_folder(data: DataConfig, tokenizer: TokenizerConfig, root: Path) -> P
     text = {name: getattr(data, name) for name in ("source", "max_tokens", "validation", "validation_share")}
     text |= {} if data.max_tokens is None else {"cut": True}  # corpora before had more tokens
     vocabulary = {**asdict(tokenizer), "path": None}
+    vocabulary["beginning"] = vocabulary.pop("bos_token")  # its name when the first corpora were prepared
     if not tokenizer.parse_special:  # corpora before were named without it
         del vocabulary["parse_special"]
     if tokenizer.path is not None:  # what it holds counts, not where it is
@@ -183,7 +184,7 @@ def _first(documents: Iterable[Document], chars: int) -> Iterator[Document]:
 
 def saved_tokenizer(folder: Path) -> TokenizerConfig:
     """The settings of one that is there already."""
-    unused = dict.fromkeys(("vocab_size", "pattern", "encoding", "beginning"))
+    unused = dict.fromkeys(("vocab_size", "pattern", "encoding", "bos_token"))
     return TokenizerConfig("saved", path=str(folder), special=[END_OF_TEXT], train_chars=50_000_000, **unused)
 
 
@@ -210,7 +211,7 @@ def make_tokenizer(config: TokenizerConfig, training: Iterable[str], all_documen
     if kind == "tiktoken":
         return _with_special(named_encoding(config.encoding, parse), special)
     if kind == "json":
-        return _with_special(read_json(config.path, config.beginning, special[0], parse), special)
+        return _with_special(read_json(config.path, config.bos_token, special[0], parse), special)
     if kind == "saved":
         return load_tokenizer(config.path)
     made = train_bpe(training, config.vocab_size, config.pattern, special, parse)
@@ -371,14 +372,14 @@ class Encoded:
         self.tokens = self.tokens[: max(0, int(n))]
         self.learned = None if self.learned is None else self.learned[: len(self.tokens)]
         self.documents = len(tokenizer.document_bounds(Tokens([self.tokens]))[0]) if len(self.tokens) else 0
-        self.bytes = int(tokenizer.token_lengths()[self.tokens].sum())
+        self.bytes = int(tokenizer.bytes_per_token()[self.tokens].sum())
 
 
 def _encoded(
     groups: Iterable[list[Document]], split: Split, tokenizer: Tokenizer, dtype: np.dtype
 ) -> Iterator[dict[str, Encoded]]:
     """Each group tokenised, in order, several at a time."""
-    lengths = tokenizer.token_lengths()
+    lengths = tokenizer.bytes_per_token()
 
     def encode(group: list[Document]) -> dict[str, Encoded]:
         pieces: dict[str, list[Document]] = {name: [] for name in SPLITS}

@@ -46,7 +46,7 @@ def induction_model(vocab_size: int, max_seq_len: int) -> GPT:
     model.position_embedding.table.weight[:, place] = torch.eye(max_seq_len)
     first, second = model.blocks
     for ones, norm in ((2, first.attention_norm), (3, second.attention_norm), (4, model.norm)):
-        norm.gain.fill_(math.sqrt(ones / d_model))  # takes back what dividing by the rms of so many ones does
+        norm.weight.fill_(math.sqrt(ones / d_model))  # takes back what dividing by the rms of so many ones does
 
     write(first.attention, 0, q=place, k=place.roll(1), v=token, o=before)  # a key calls itself one place further
     wq, wk = (w.weight.unflatten(0, (n_heads, -1))[1] for w in (first.attention.wq, first.attention.wk))

@@ -200,12 +200,12 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward(const Tensor& dy, const Te
 
 // --- what lies between ------------------------------------------------------------------------------------------------
 
-constexpr int64_t BATCH = 64;  // rows whose share of a gain's gradient is added up on its own, whatever the threads
+constexpr int64_t BATCH = 64;  // rows whose share of a weight's gradient is added up on its own, whatever the threads
 
-// Rows x (rows heads d), each divided by its root mean square times a gain, then turned by angles of its own.
+// Rows x (rows heads d), each divided by its root mean square times a weight, then turned by angles of its own.
 struct Turn {
   int64_t rows, heads, d, angles;
-  const float *gain, *cos, *sin;
+  const float *weight, *cos, *sin;
   bool interleaved;
 
   // Turns y (d) in place, or back. Halves may be turned many at once; interleaved pairs one by one.
@@ -229,19 +229,19 @@ struct Turn {
   }
 };
 
-Turn turn(const Tensor& x, const std::optional<Tensor>& gain, const std::optional<Tensor>& cos,
+Turn turn(const Tensor& x, const std::optional<Tensor>& weight, const std::optional<Tensor>& cos,
           const std::optional<Tensor>& sin, bool interleaved) {
-  STD_TORCH_CHECK(x.is_contiguous() && (!gain || gain->numel() == x.size(2)) &&
+  STD_TORCH_CHECK(x.is_contiguous() && (!weight || weight->numel() == x.size(2)) &&
                   (!cos || (cos->is_contiguous() && sin->is_contiguous() && cos->size(1) == x.size(2) / 2 &&
                             sin->numel() == cos->numel() && x.size(0) % cos->size(0) == 0)),
-                  "gain and angles do not fit the heads");
-  return {x.size(0), x.size(1), x.size(2), cos ? cos->size(0) : 1, gain ? numbers(*gain) : nullptr,
+                  "weight and angles do not fit the heads");
+  return {x.size(0), x.size(1), x.size(2), cos ? cos->size(0) : 1, weight ? numbers(*weight) : nullptr,
           cos ? numbers(*cos) : nullptr, sin ? numbers(*sin) : nullptr, interleaved};
 }
 
-Tensor norm_turn(const Tensor& x, std::optional<Tensor> gain, double eps, std::optional<Tensor> cos,
+Tensor norm_turn(const Tensor& x, std::optional<Tensor> weight, double eps, std::optional<Tensor> cos,
                  std::optional<Tensor> sin, bool interleaved) {
-  const Turn by = turn(x, gain, cos, sin, interleaved);
+  const Turn by = turn(x, weight, cos, sin, interleaved);
   Tensor y = torch::stable::new_empty(x, {by.rows, by.heads, by.d});
   const float* ins = numbers(x);
   float* outs = numbers(y);
@@ -249,10 +249,10 @@ Tensor norm_turn(const Tensor& x, std::optional<Tensor> gain, double eps, std::o
     for (int64_t n = begin * by.heads; n < end * by.heads; ++n) {
       const float* in = ins + n * by.d;
       float* out = outs + n * by.d;
-      const float over = by.gain ? 1 / std::sqrt(dot(in, in, by.d) / by.d + float(eps)) : 1;
+      const float over = by.weight ? 1 / std::sqrt(dot(in, in, by.d) / by.d + float(eps)) : 1;
       for (int64_t i = 0; i < by.d; i += LANES) {
         const Lanes part = load(in + i, by.d - i);
-        store(out + i, by.gain ? part * over * load(by.gain + i, by.d - i) : part, by.d - i);
+        store(out + i, by.weight ? part * over * load(by.weight + i, by.d - i) : part, by.d - i);
       }
       if (by.cos) by.apply(out, n / by.heads, 1);
     }
@@ -260,29 +260,29 @@ Tensor norm_turn(const Tensor& x, std::optional<Tensor> gain, double eps, std::o
   return y;
 }
 
-std::tuple<Tensor, Tensor> norm_turn_backward(const Tensor& dy, const Tensor& x, std::optional<Tensor> gain, double eps,
+std::tuple<Tensor, Tensor> norm_turn_backward(const Tensor& dy, const Tensor& x, std::optional<Tensor> weight, double eps,
                                               std::optional<Tensor> cos, std::optional<Tensor> sin, bool interleaved) {
   STD_TORCH_CHECK(dy.is_contiguous(), "must be contiguous");
-  const Turn by = turn(x, gain, cos, sin, interleaved);
+  const Turn by = turn(x, weight, cos, sin, interleaved);
   const int64_t batches = up_to(by.rows, BATCH) / BATCH, d = by.d;
-  Tensor dx = torch::stable::new_empty(x, {by.rows, by.heads, d}), dgain = torch::stable::new_empty(x, {batches, d});
-  torch::stable::zero_(dgain);
+  Tensor dx = torch::stable::new_empty(x, {by.rows, by.heads, d}), dweight = torch::stable::new_empty(x, {batches, d});
+  torch::stable::zero_(dweight);
   const float *ins = numbers(x), *changes = numbers(dy);
-  float *outs = numbers(dx), *shares = numbers(dgain);
+  float *outs = numbers(dx), *shares = numbers(dweight);
   parallel_for(0, batches, 1, [&](int64_t begin, int64_t end) {
     float* turned = scratch(0, d);
     for (int64_t n = begin * BATCH * by.heads; n < std::min(by.rows, end * BATCH) * by.heads; ++n) {
       const float* in = ins + n * d;
       float *out = outs + n * d, *share = shares + n / by.heads / BATCH * d;
-      std::memcpy(by.gain ? turned : out, changes + n * d, d * sizeof(float));
-      if (by.cos) by.apply(by.gain ? turned : out, n / by.heads, -1);
-      if (!by.gain) continue;
+      std::memcpy(by.weight ? turned : out, changes + n * d, d * sizeof(float));
+      if (by.cos) by.apply(by.weight ? turned : out, n / by.heads, -1);
+      if (!by.weight) continue;
       const float over = 1 / std::sqrt(dot(in, in, d) / d + float(eps));
       Lanes products{};
       for (int64_t i = 0; i < d; i += LANES) {
         const Lanes change = load(turned + i, d - i), part = load(in + i, d - i);
         store(share + i, load(share + i, d - i) + change * part * over, d - i);
-        store(turned + i, change * load(by.gain + i, d - i), d - i);
+        store(turned + i, change * load(by.weight + i, d - i), d - i);
         products += load(turned + i, d - i) * part;
       }
       const float along = sum(products) * over * over / d;
@@ -292,7 +292,7 @@ std::tuple<Tensor, Tensor> norm_turn_backward(const Tensor& dy, const Tensor& x,
   });
   for (int64_t n = 1; n < batches; ++n)
     for (int64_t i = 0; i < d; ++i) shares[i] += shares[n * d + i];
-  return {dx, torch::stable::narrow(dgain, 0, 0, batches ? 1 : 0)};
+  return {dx, torch::stable::narrow(dweight, 0, 0, batches ? 1 : 0)};
 }
 
 // f(vectors begin .. end of so many numbers), shared among threads
@@ -384,8 +384,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(inkling, library) {
   library.def("attention(Tensor q, Tensor k, Tensor v) -> (Tensor, Tensor)");
   library.def("attention_backward(Tensor dy, Tensor q, Tensor k, Tensor v, Tensor y, Tensor log_sums)"
               " -> (Tensor, Tensor, Tensor)");
-  library.def("norm_turn(Tensor x, Tensor? gain, float eps, Tensor? cos, Tensor? sin, bool interleaved) -> Tensor");
-  library.def("norm_turn_backward(Tensor dy, Tensor x, Tensor? gain, float eps, Tensor? cos, Tensor? sin,"
+  library.def("norm_turn(Tensor x, Tensor? weight, float eps, Tensor? cos, Tensor? sin, bool interleaved) -> Tensor");
+  library.def("norm_turn_backward(Tensor dy, Tensor x, Tensor? weight, float eps, Tensor? cos, Tensor? sin,"
               " bool interleaved) -> (Tensor, Tensor)");
   library.def("silu_times(Tensor gate, Tensor up, Tensor(a!) out) -> ()");
   library.def("silu_times_backward(Tensor dy, Tensor gate, Tensor up, Tensor(a!) dgate, Tensor(b!) dup) -> ()");

@@ -80,22 +80,22 @@ def attention(
 
 
 class _Norm(Function):
-    """rms_norm of x (... d) by a gain (d); heads (b h s d) lie in memory as (b s h d), before and after."""
+    """rms_norm of x (... d) by a weight (d); heads (b h s d) lie in memory as (b s h d), before and after."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, gain: Tensor, eps: float) -> Tensor:
+    def forward(ctx, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         rows = (x.transpose(1, 2) if x.ndim == 4 else x).contiguous()
-        ctx.save_for_backward(rows, gain)
+        ctx.save_for_backward(rows, weight)
         ctx.eps = eps
-        return _laid_out(torch.ops.inkling.norm_turn(_rows(rows), gain, eps, None, None, False), rows)
+        return _laid_out(torch.ops.inkling.norm_turn(_rows(rows), weight, eps, None, None, False), rows)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy: Tensor):
-        rows, gain = ctx.saved_tensors
+        rows, weight = ctx.saved_tensors
         dy = (dy.transpose(1, 2) if dy.ndim == 4 else dy).contiguous()
-        dx, dgain = torch.ops.inkling.norm_turn_backward(_rows(dy), _rows(rows), gain, ctx.eps, None, None, False)
-        return _laid_out(dx, rows), dgain[0], None
+        dx, dweight = torch.ops.inkling.norm_turn_backward(_rows(dy), _rows(rows), weight, ctx.eps, None, None, False)
+        return _laid_out(dx, rows), dweight[0], None
 
 
 class _Rotate(Function):
@@ -128,9 +128,9 @@ def _laid_out(y: Tensor, like: Tensor) -> Tensor:
     return y.transpose(1, 2) if y.ndim == 4 else y
 
 
-def rms_norm(x: Tensor, gain: Tensor, eps: float = 1e-6, *, otherwise: Callable) -> Tensor:
-    """x / rms(x) * gain over the last axis."""
-    return _Norm.apply(x, gain, eps) if covers(x, gain) else otherwise(x, gain, eps)
+def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6, *, otherwise: Callable) -> Tensor:
+    """x / rms(x) * weight over the last axis."""
+    return _Norm.apply(x, weight, eps) if covers(x, weight) else otherwise(x, weight, eps)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, pairing: str = "half", *, otherwise: Callable) -> Tensor:

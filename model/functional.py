@@ -143,24 +143,24 @@ def document_mask(documents: Tensor, queries: int | Tensor) -> Tensor:
 # --- the rest of the block ------------------------------------------------------------------------------------------
 
 
-def rms_norm(x: Tensor, gain: Tensor, eps: float = 1e-6) -> Tensor:
-    """x / rms(x) * gain over the last axis ("Root Mean Square Layer Normalization", 2019).
+def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
+    """x / rms(x) * weight over the last axis ("Root Mean Square Layer Normalization", 2019).
 
     Computed in float32, returned in the dtype of x.
     """
     wide = _wide(x)
-    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * _wide(gain)).to(x.dtype)
+    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * _wide(weight)).to(x.dtype)
 
 
-def layer_norm(x: Tensor, gain: Tensor, bias: Tensor, eps: float = 1e-5) -> Tensor:
-    """(x - mean(x)) / std(x) * gain + bias over the last axis ("Layer Normalization", 2016).
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> Tensor:
+    """(x - mean(x)) / std(x) * weight + bias over the last axis ("Layer Normalization", 2016).
 
     Computed in float32, returned in the dtype of x.
     """
     wide = _wide(x)
     centred = wide - wide.mean(-1, keepdim=True)
     scaled = centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps)
-    return (scaled * _wide(gain) + _wide(bias)).to(x.dtype)
+    return (scaled * _wide(weight) + _wide(bias)).to(x.dtype)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, pairing: str = "half") -> Tensor:

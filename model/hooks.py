@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from model.attention import CausalMultiHeadAttention
 from model.gpt import GPT
-from model.ops import WRITTEN
+from model.ops import MATH
 
 Edit = Callable[[Tensor], Tensor | None]
 
@@ -125,7 +125,7 @@ def _edit_head(edit: Edit, head: int, n_heads: int, x: Tensor) -> Tensor | None:
 def attending(model: nn.Module, attend: Callable) -> Iterator[None]:
     """Inside, attention layer i computes by attend(i, own, *arguments), where own(*arguments) is what it does outside.
 
-    The arguments and what is returned are those of `written_attention`.
+    The arguments and what is returned are those of `math_attention`.
     """
     layers = [module for module in model.modules() if isinstance(module, CausalMultiHeadAttention)]
     before = [layer.ops for layer in layers]
@@ -149,7 +149,7 @@ def collect_attention(model: nn.Module) -> Iterator[list[Tensor]]:
     maps: list[Tensor] = []
 
     def attend(i: int, own: Callable, *arguments) -> tuple[Tensor, Tensor]:
-        y, weights = WRITTEN.attention(*arguments)
+        y, weights = MATH.attention(*arguments)
         maps[i:] = [weights]
         return y, weights
 

@@ -10,28 +10,28 @@ from model.ops import TORCH
 
 
 class RMSNorm(nn.Module):
-    """functional.rms_norm with a learned gain, over the last axis of width `d`."""
+    """functional.rms_norm with a learned weight, over the last axis of width `d`."""
 
     def __init__(self, d: int, eps: float = 1e-6):
         super().__init__()
         self.ops, self.eps = TORCH, eps
-        self.gain = nn.Parameter(torch.ones(d))
+        self.weight = nn.Parameter(torch.ones(d))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.ops.rms_norm(x, self.gain, self.eps)
+        return self.ops.rms_norm(x, self.weight, self.eps)
 
 
 class LayerNorm(nn.Module):
-    """functional.layer_norm with a learned gain and bias, over the last axis of width `d`."""
+    """functional.layer_norm with a learned weight and bias, over the last axis of width `d`."""
 
     def __init__(self, d: int, eps: float = 1e-5):
         super().__init__()
         self.eps = eps
-        self.gain = nn.Parameter(torch.ones(d))
+        self.weight = nn.Parameter(torch.ones(d))
         self.bias = nn.Parameter(torch.zeros(d))
 
     def forward(self, x: Tensor) -> Tensor:
-        return layer_norm(x, self.gain, self.bias, self.eps)
+        return layer_norm(x, self.weight, self.bias, self.eps)
 
 
 NORMS: dict[str, Callable[..., nn.Module]] = {"rmsnorm": RMSNorm, "layernorm": LayerNorm}

@@ -23,7 +23,7 @@ def fused_attention(
     It has no soft cap: with one, as written out.
     """
     if soft_cap is not None:
-        return written_attention(q, k, v, mask, bias, soft_cap, dropout_p)
+        return math_attention(q, k, v, mask, bias, soft_cap, dropout_p)
     if bias is not None:
         may_look = functional.causal_mask(q.shape[2], k.shape[2], q.device) if mask is None else mask
         mask = bias.to(q.dtype).masked_fill(~may_look, -math.inf)
@@ -32,7 +32,7 @@ def fused_attention(
     return y, None
 
 
-def written_attention(
+def math_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None, soft_cap: float | None, dropout_p: float
 ) -> tuple[Tensor, Tensor]:
     """As the mathematics stands in functional.py, square of weights and all."""
@@ -61,7 +61,7 @@ class Ops:
     attention(q, k, v, mask, bias, soft_cap, dropout_p): q (b h q d), k and v (b g k d) with g key/value heads, each
         shared by h / g query heads -> y (b h q d) and, where it has them, the weights (b h q k). `mask` (b h q k) is
         what may be seen, None for plain causal; `bias` is added to the scores (b h q k).
-    rms_norm(x, gain, eps), rotate(x, cos, sin, pairing): see functional.py.
+    rms_norm(x, weight, eps), rotate(x, cos, sin, pairing): see functional.py.
     gated_linear(gate, up, down): down(silu(gate) * up), with a module `down`.
     dropout(x, p): in training.
     head_loss(logits, x, targets, parameters): functional.cross_entropy of logits(x), for a function `logits` of
@@ -76,6 +76,6 @@ class Ops:
     head_loss: Callable = head_loss
 
 
-WRITTEN = Ops(written_attention)
-TORCH = replace(WRITTEN, attention=fused_attention)
-BACKENDS = {"fused": TORCH, "written": WRITTEN}  # by the names of the setting `attention`
+MATH = Ops(math_attention)
+TORCH = replace(MATH, attention=fused_attention)
+BACKENDS = {"fused": TORCH, "math": MATH}  # by the names of the setting `attention`

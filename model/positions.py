@@ -76,7 +76,7 @@ class RotaryPositionalEmbedding(_Fixed):
         d_k: width of a head; even.
         max_seq_len: positions 0 .. max_seq_len - 1 are tabulated, in float32.
         pairing: "half" (Hugging Face, vLLM) or "interleaved" (the paper, llama2.c).
-        scaling, factor: reach `factor` times as far as the model was trained, max_seq_len / factor; see rope_speeds.
+        scaling, factor: reach `factor` times the trained length, max_seq_len / factor; see rope_frequencies.
     """
 
     def __init__(
@@ -95,11 +95,11 @@ class RotaryPositionalEmbedding(_Fixed):
             raise ValueError(f"pairing must be half or interleaved, got {pairing}")
         self.arguments = (theta, d_k, max_seq_len, pairing, scaling, factor)
         self.ops, self.pairing = TORCH, pairing
-        speeds, amplitude = rope_speeds(theta, d_k, scaling, factor, max_seq_len)
+        inv_freq, attention_factor = rope_frequencies(theta, d_k, scaling, factor, max_seq_len)
         # float64 first: in float32 the angles at position 100,000 are already off by 0.005
-        angles = torch.outer(torch.arange(max_seq_len).double(), speeds)
-        self.register_buffer("cos", (amplitude * angles.cos()).float(), persistent=False)
-        self.register_buffer("sin", (amplitude * angles.sin()).float(), persistent=False)
+        angles = torch.outer(torch.arange(max_seq_len).double(), inv_freq)
+        self.register_buffer("cos", (attention_factor * angles.cos()).float(), persistent=False)
+        self.register_buffer("sin", (attention_factor * angles.sin()).float(), persistent=False)
 
     def forward(self, x: Tensor, token_positions: Tensor) -> Tensor:
         """x (b h s d) or (b s d), or with any other axes before s; token_positions (s,) or (b, s) -> the rotated x."""
@@ -123,7 +123,7 @@ class RotaryPositionalEmbedding(_Fixed):
         return rope
 
 
-def rope_speeds(
+def rope_frequencies(
     theta: float, d_k: int, scaling: str | None = None, factor: float = 1.0, max_seq_len: int | None = None
 ) -> tuple[Tensor, float]:
     """How far each pair turns per position, in radians (d_k / 2,) float64, and what cos and sin are multiplied by.
@@ -150,11 +150,11 @@ def rope_speeds(
         if d_k < 4:
             raise ValueError(f"rope_scaling=ntk needs a head width of at least 4, got {d_k}: take interpolation")
         theta = theta * factor ** (d_k / (d_k - 2))
-    speeds = theta ** (-torch.arange(0, d_k, 2).double() / d_k)
+    inv_freq = theta ** (-torch.arange(0, d_k, 2).double() / d_k)
     if scaling == "interpolation":
-        return speeds / factor, 1.0
+        return inv_freq / factor, 1.0
     if scaling != "yarn":
-        return speeds, 1.0
+        return inv_freq, 1.0
 
     trained_len = max_seq_len / factor
 
@@ -163,7 +163,7 @@ def rope_speeds(
 
     fast, slow = max(math.floor(pair_that_turns(32)), 0), min(math.ceil(pair_that_turns(1)), d_k - 1)
     ramp = ((torch.arange(d_k // 2).double() - fast) / (slow - fast or 0.001)).clamp(0, 1)
-    return speeds * (1 - ramp) + speeds / factor * ramp, 1 + 0.1 * math.log(factor)
+    return inv_freq * (1 - ramp) + inv_freq / factor * ramp, 1 + 0.1 * math.log(factor)
 
 
 class LearnedPositionalEmbedding(nn.Module):
@@ -188,8 +188,8 @@ class SinusoidalPositionalEmbedding(_Fixed):
         super().__init__()
         if d_model % 2:
             raise ValueError(f"sinusoidal positions come in pairs: d_model must be even, got {d_model}")
-        speeds, _ = rope_speeds(10000.0, d_model)
-        angles = torch.outer(torch.arange(max_seq_len).double(), speeds)
+        inv_freq, _ = rope_frequencies(10000.0, d_model)
+        angles = torch.outer(torch.arange(max_seq_len).double(), inv_freq)
         table = torch.stack([angles.sin(), angles.cos()], dim=-1).flatten(1)
         self.register_buffer("table", table.float(), persistent=False)
 

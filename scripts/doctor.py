@@ -105,14 +105,14 @@ def trained_model(path: str, device: str) -> Patient:
     seq_len = min(about["seq_len"], model.max_seq_len)
     text, ids, where = held_out_text(about, folder, tokenizer)
     if ids is None:
-        beginnings = [[tokenizer.end_of_text]] * ROWS
+        beginnings = [[tokenizer.eos_id]] * ROWS
         columns = list(generate(model, beginnings, seq_len, overflow="slide"))
-        ids = torch.stack([torch.tensor([tokenizer.end_of_text] * ROWS).to(device), *columns], dim=1).flatten()
+        ids = torch.stack([torch.tensor([tokenizer.eos_id] * ROWS).to(device), *columns], dim=1).flatten()
     settings = None
     if (folder / "training.pt").exists():
         checkpoint.check(folder)
         saved = checkpoint.load_training(folder)
-        others = dict.fromkeys(("lr_embedding", "lr_head", "lr_gain"), saved["config"]["optimizer"]["lr"])
+        others = dict.fromkeys(("lr_embedding", "lr_head", "lr_norm"), saved["config"]["optimizer"]["lr"])
         known = others | saved["config"]["optimizer"]  # the first runs had but lr
         settings = check_shape(known, OptimizerConfig, f"optimizer in {folder / 'training.pt'}")
         use_what_trains(model, saved["choices"]["attention"], saved["choices"]["kernels"])
@@ -176,7 +176,7 @@ def training_by(config: OptimizerConfig) -> Callable[[GPT], Callable[[Tensor, Te
             batch, count = {"tokens": tokens, "targets": targets}, targets.numel()
             whole = {"micro_batch": len(tokens), "count": count, "autocast": nullcontext()}
             loss = compute_gradients(model, scaler, batch, **whole)
-            update(optimizer, scaler, factor=1.0, norm=gradient_norm(optimizer, scaler), clip=config.clip)
+            update(optimizer, scaler, factor=1.0, norm=gradient_norm(optimizer, scaler), clip=config.grad_clip)
             return loss.item() / count
 
         return step

@@ -74,7 +74,7 @@ def main(cfg: Evaluate):
         result = Evaluation(figures["nats"], figures["tokens"], figures["bytes"])
     else:
         how |= {"seq_len": seq_len, "stride": stride, "learned": text.learned}
-        result = evaluate(model, text.read, len(text), tokenizer.token_lengths(), **how)
+        result = evaluate(model, text.read, len(text), tokenizer.bytes_per_token(), **how)
     if not math.isfinite(result.nats):  # of finite weights: they multiply to what no number can hold
         raise ValueError(f"the loss of {folder} is {result.nats}, not finite: did its training diverge?")
     print(f"checkpoint     {folder}, {about['step']} steps")
@@ -164,7 +164,7 @@ def measure(
         model,
         text,
         plan,
-        tokenizer.token_lengths(),
+        tokenizer.bytes_per_token(),
         bounds,
         tokenizer.decode,
         counts=counts,

@@ -15,17 +15,17 @@ from conf.scripts import ImportHF
 from data.files import read_json
 from data.tokenizer import JSONTokenizer
 from model import GPT, ModelConfig
-from model.positions import rope_speeds
+from model.positions import rope_frequencies
 from training import checkpoint
 
 # what each matrix and gain is called there, and here; both pair RoPE's dimensions by halves, so rows need no permuting
 NAMES = {
     r"model\.embed_tokens\.weight": "embedding.weight",
-    r"model\.layers\.(\d+)\.input_layernorm\.weight": r"blocks.\1.attention_norm.gain",
+    r"model\.layers\.(\d+)\.input_layernorm\.weight": r"blocks.\1.attention_norm.weight",
     r"model\.layers\.(\d+)\.self_attn\.([qkvo])_proj\.weight": r"blocks.\1.attention.w\2.weight",
-    r"model\.layers\.(\d+)\.post_attention_layernorm\.weight": r"blocks.\1.feed_forward_norm.gain",
+    r"model\.layers\.(\d+)\.post_attention_layernorm\.weight": r"blocks.\1.feed_forward_norm.weight",
     r"model\.layers\.(\d+)\.mlp\.(gate|up|down)_proj\.weight": r"blocks.\1.feed_forward.\2.weight",
-    r"model\.norm\.weight": "norm.gain",
+    r"model\.norm\.weight": "norm.weight",
     r"lm_head\.weight": "head.weight",
 }
 TABLES = r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq"  # RoPE's, which old files carry
@@ -165,7 +165,7 @@ def _rope(config: dict, d_head: int) -> dict:
         trained = _number(config if beside else rope, "original_max_position_embeddings", int, default=reach)
         reach = max(1, round(trained * factor))
         lengths = reach, trained * factor
-        rounded, exact = (rope_speeds(theta, d_head, scaling, factor, length)[0] for length in lengths)
+        rounded, exact = (rope_frequencies(theta, d_head, scaling, factor, length)[0] for length in lengths)
         if not torch.allclose(rounded, exact, rtol=1e-6, atol=0):
             raise ValueError(
                 "only a RoPE whose original_max_position_embeddings * factor is a whole number can be imported, got "
@@ -219,7 +219,7 @@ def weight_files(source: Path) -> list[Path]:
 
 
 def _special_tokens(source: Path, config: dict) -> dict:
-    """`beginning` and `ends`, from generation_config.json or config.json."""
+    """`bos_id` and `eos_ids`, from generation_config.json or config.json."""
     generation = source / "generation_config.json"
     given = read_json(generation, dict[str, Any]) if generation.is_file() else {}
 
@@ -230,7 +230,7 @@ def _special_tokens(source: Path, config: dict) -> dict:
             raise ValueError(f"{source}/config.json: {name} must be an id, got {value}")
         return value
 
-    return {"beginning": ids("bos_token_id")[0], "ends": ids("eos_token_id")}
+    return {"bos_id": ids("bos_token_id")[0], "eos_ids": ids("eos_token_id")}
 
 
 if __name__ == "__main__":

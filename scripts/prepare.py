@@ -88,7 +88,7 @@ def show(corpus: Corpus, cfg: Prepare, order: int = ORDER):
 
 def report(corpus: Corpus):
     """How well the tokenizer fits the text."""
-    lengths = corpus.tokenizer.token_lengths()
+    lengths = corpus.tokenizer.bytes_per_token()
     for name, tokens in (("train", corpus.train), ("validation", corpus.validation)):
         counts = count(tokens, len(lengths))
         print(f"{name:<11} {counts @ lengths / counts.sum():.3f} bytes a token")

@@ -89,8 +89,8 @@ def _line(run: Path) -> list[str]:
     return [
         f"{last['step']}/{steps or '?'}",
         terminal.number(last.get("loss")),
-        terminal.number(lowest.get("validation_loss")),
-        terminal.number(lowest.get("bits_per_byte"), 3),
+        terminal.number(lowest.get("val_loss")),
+        terminal.number(lowest.get("val_bpb"), 3),
         _count(_fact(run, "parameters")),
         "yes" if last["step"] == steps or _out_of_patience(table, given.get("patience")) else "no",
         _age(time.time() - (run / "metrics.jsonl").stat().st_mtime),
@@ -103,7 +103,7 @@ class Environment(TypedDict, total=False):
 
 
 def _out_of_patience(table: list[dict], patience: Any) -> bool:
-    losses = [row["validation_loss"] for row in table if "validation_loss" in row]
+    losses = [row["val_loss"] for row in table if "val_loss" in row]
     return isinstance(patience, int) and bool(losses) and len(losses) - 1 - losses.index(min(losses)) >= patience
 
 
@@ -155,7 +155,7 @@ def _figures(table: list[dict]) -> dict:
     for row in table:
         last |= {key: value for key, value in row.items() if key != "clock"} | row.get("clock", {})
     if (row := best(table)) is not None:
-        last |= {"best validation_loss": row["validation_loss"], "at step": row["step"]}
+        last |= {"best val_loss": row["val_loss"], "at step": row["step"]}
     return last
 
 
@@ -178,8 +178,8 @@ def plot(runs: list[Path], output: Path):
         table = [row for row in table if "tokens" in row]
         seen = [(r["tokens"] / 1e6, r["loss"]) for r in table if "loss" in r]  # a step passed over has none
         axes.plot([x for x, _ in seen], [y for _, y in seen], color=f"C{i}", alpha=0.3, linewidth=1)
-        held_out = [(r["tokens"] / 1e6, r["validation_loss"]) for r in table if "validation_loss" in r]
-        last = table[-1].get("bits_per_byte") if table else None
+        held_out = [(r["tokens"] / 1e6, r["val_loss"]) for r in table if "val_loss" in r]
+        last = table[-1].get("val_bpb") if table else None
         label = name(run) + (f", {last:.3f} bits per byte" if last is not None else "")
         axes.plot([x for x, _ in held_out], [y for _, y in held_out], color=f"C{i}", marker=".", label=label)
     axes.set(xlabel="million tokens", ylabel="loss, nats per token", title="pale: training, dots: held-out text")

@@ -37,7 +37,7 @@ def finetune(settings, tmp_path, name: str, *overrides: str):
     cfg = settings(*own, "schedule.warmup=2", "optimizer.lr=1e-2", *overrides)
     assert train.train(cfg, tmp_path / name) == 0
     rows = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
-    return cfg, [row["validation_loss"] for row in rows if "validation_loss" in row]
+    return cfg, [row["val_loss"] for row in rows if "val_loss" in row]
 
 
 def test_finetuning_takes_the_model_and_the_tokenizer_of_a_run_and_learns_to_answer(settings, tmp_path, base):

@@ -19,7 +19,7 @@ LINES = [
 ]
 COMMANDS = [line.split(" #")[0].strip() for line in LINES if "# network" not in line]
 NETWORK = [line.split(" #")[0].strip() for line in LINES if "# network" in line]
-TRAIN = ["steps=6", "batch_tokens=256", "seq_len=64", "schedule.warmup=2", "evaluation_tokens=512"]
+TRAIN = ["steps=6", "batch_tokens=256", "seq_len=64", "schedule.warmup=2", "eval_tokens=512"]
 TRAIN += [
     "model.d_model=16",
     "model.n_heads=2",

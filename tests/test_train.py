@@ -32,4 +32,4 @@ def test_a_context_longer_than_the_corpus_is_refused_with_the_numbers(run):
 
 def test_held_out_text_may_be_shorter_than_the_context(run):
     folder = run("long", "seq_len=60", "batch_tokens=240", "data.validation_share=0.01")
-    assert all(math.isfinite(row["validation_loss"]) for row in rows(folder) if "validation_loss" in row)
+    assert all(math.isfinite(row["val_loss"]) for row in rows(folder) if "val_loss" in row)

@@ -26,5 +26,5 @@ BYTES = TokenizerConfig(
     train_chars=10**6,
     encoding=None,
     path=None,
-    beginning=None,
+    bos_token=None,
 )

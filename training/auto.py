@@ -63,7 +63,7 @@ class EngineConfig:
     precision: Literal["auto", "fp32", "bf16", "fp16"]
     kernels: Switch
     compile: Switch
-    attention: Literal["auto", "fused", "written"]
+    attention: Literal["auto", "fused", "math"]
     micro_batch: Annotated[int | str, AfterValidator(_rows)]
     deterministic: bool
     parallel: Literal["ddp", "fsdp"]
@@ -188,8 +188,8 @@ def _compile(device: torch.device, flops: float) -> bool:
 def choose_attention(device: torch.device, compiled: bool, precision: str, seq_len: int, soft_cap: float | None) -> str:
     """Torch's kernel; written out where that cannot, or is slower: compiled for a CPU in bf16, with a small square."""
     if soft_cap is not None:
-        return "written"
-    return "written" if device.type == "cpu" and compiled and precision == "bf16" and seq_len <= 512 else "fused"
+        return "math"
+    return "math" if device.type == "cpu" and compiled and precision == "bf16" and seq_len <= 512 else "fused"
 
 
 def _micro_batch(device: torch.device, rows: int, seq_len: int, vocab_size: int) -> int:
@@ -238,7 +238,7 @@ def largest_that_fits(model: nn.Module, batch: dict[str, Tensor], autocast: torc
 
 
 @contextmanager
-def explaining_memory(model: nn.Module, batch: dict[str, Tensor], micro_batch: int, autocast) -> Iterator[None]:
+def explain_oom(model: nn.Module, batch: dict[str, Tensor], micro_batch: int, autocast) -> Iterator[None]:
     """Around a step: a ValueError that names the micro_batch that would fit, where this one does not."""
     try:
         yield

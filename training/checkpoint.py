@@ -34,12 +34,14 @@ from typing_extensions import TypedDict
 
 from data.config import DataConfig, TokenizerConfig
 from data.files import check_shape, read_json
+from data.older import renamed, weight_name
 from model import GPT, ModelConfig
 from training import estimate
-from training.distributed import whole
+from training.distributed import gather_full
 from training.run_folder import override
 
-FORMAT = 1
+FORMAT = 2
+OLDER = (1,)  # with other names, see data/older.py
 
 # --- what stands in the files ---------------------------------------------------------------------------------------
 
@@ -91,7 +93,7 @@ class About(TypedDict):
     seq_len: Count
     precision: Precision
     loss: NotRequired[float]
-    validation_loss: NotRequired[float]
+    val_loss: NotRequired[float]
     compared_loss: NotRequired[float]
     data: NotRequired[dict | None]
     tokenizer: NotRequired[dict]
@@ -209,7 +211,9 @@ def snapshot(model: GPT) -> tuple[dict[str, Tensor], dict]:
     weights = model.state_dict()
     if model.config.tied:
         del weights["head.weight"]
-    return whole({name: tensor.contiguous() for name, tensor in weights.items()}), {"arguments": arguments_of(model)}
+    return gather_full({name: tensor.contiguous() for name, tensor in weights.items()}), {
+        "arguments": arguments_of(model)
+    }
 
 
 def arguments_of(model: GPT) -> dict[str, Any]:
@@ -267,8 +271,8 @@ def check(folder: Path, for_training: bool = True, only: str | None = None):
         raise ValueError(f"{folder} is no checkpoint: manifest.json is missing")
     manifest = read_json(folder / "manifest.json", Manifest)
     files, found = manifest["files"], manifest["format"]
-    if found != FORMAT:
-        raise ValueError(f"{folder} has format {found}, this version reads {FORMAT}")
+    if found not in (*OLDER, FORMAT):
+        raise ValueError(f"{folder} has format {found}, this version reads formats up to {FORMAT}")
     for name in dict.fromkeys(["model.safetensors", "model.json", "training.pt", *files]) if only is None else [only]:
         path = folder / name
         if name == "training.pt" and not for_training:
@@ -289,10 +293,10 @@ def steps(run: Path) -> list[Path]:
     return sorted(found, key=step_of, reverse=True)
 
 
-def validation_loss(folder: Path) -> float:
+def val_loss(folder: Path) -> float:
     """What checkpoints are compared by, as model.json has it: the loss on the same part of the text; inf if unknown."""
     about = read_about(folder)
-    loss = about.get("compared_loss", about.get("validation_loss"))
+    loss = about.get("compared_loss", about.get("val_loss"))
     return loss if isinstance(loss, int | float) and math.isfinite(loss) else math.inf
 
 
@@ -302,7 +306,7 @@ def best_first(folders: list[Path], warn: Callable[[str], None] = lambda _: None
     for folder in folders:
         try:
             check(folder, only="model.json")
-            losses[folder] = validation_loss(folder)
+            losses[folder] = val_loss(folder)
         except ValueError as error:
             warn(f"skipping a checkpoint: {error}")
     return sorted((folder for folder, loss in losses.items() if loss < math.inf), key=losses.get)
@@ -365,7 +369,7 @@ def best_and_last(run: Path) -> tuple[Path, float, float] | None:
     if not ranked or ranked[0] == saved[0]:
         return None
     best = ranked[0]
-    return best, validation_loss(best), validation_loss(saved[0]) if saved[0] in ranked else math.inf
+    return best, val_loss(best), val_loss(saved[0]) if saved[0] in ranked else math.inf
 
 
 def describe_best(run: Path) -> str | None:
@@ -382,7 +386,7 @@ def describe_best(run: Path) -> str | None:
 def read_about(folder: Path) -> About:
     """model.json: `arguments`, `seq_len`, `step` and more."""
     path = folder / "model.json"
-    about = read_json(path, About)
+    about = renamed(read_json(path, About))
     if unknown := set(about["arguments"]) - {"vocab_size", *(one.name for one in FIELDS)}:
         raise ValueError(f"{path} is of another version: a model has no argument {unknown.pop()!r}")
     return about
@@ -399,7 +403,7 @@ def text_of(about: About, folder: Path) -> tuple[DataConfig, TokenizerConfig] | 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:
     """Under the names that the model's parameters have; a tied head has the embedding's."""
-    weights = load_file(folder / "model.safetensors")
+    weights = {weight_name(name): tensor for name, tensor in load_file(folder / "model.safetensors").items()}
     if "head.weight" not in weights:
         weights["head.weight"] = weights["embedding.weight"]
     return weights
@@ -417,7 +421,7 @@ def sizes(path: Path) -> dict[str, tuple[int, ...]]:
                 tensor = file.get_slice(name)
                 if (kind := tensor.get_dtype()) not in ("F64", "F32", "F16", "BF16"):
                     raise ValueError(f"{path} is damaged: {name} holds {kind}, no weights")
-                found[name] = tuple(tensor.get_shape())
+                found[weight_name(name)] = tuple(tensor.get_shape())
     except (OSError, SafetensorError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
     return found
@@ -433,7 +437,7 @@ def check_arguments(arguments: dict[str, Any], found: dict[str, tuple[int, ...]]
             raise ValueError(f"{mismatch}: {name} is {arguments[name]}, the weights are too few for more than {most}")
     try:
         vocab_size, config = model_of(arguments)
-        model = estimate.on_paper(vocab_size, config)
+        model = estimate.meta_model(vocab_size, config)
     except (ValueError, RuntimeError) as error:  # RuntimeError: of torch, for more numbers than can be counted
         raise ValueError(f"{mismatch}: {str(error).splitlines()[0]}") from error
     check_sizes(found, model, mismatch)
@@ -514,4 +518,4 @@ def load_training(folder: Path) -> Training:
         raise ValueError(f"{path} holds more than numbers and is not opened: {reason}") from error
     except Exception as error:  # of torch's reader of archives, of several kinds
         raise ValueError(f"{path} is damaged: {' '.join(str(error).split())}") from error
-    return check_shape(saved, Training, str(path))
+    return check_shape(renamed(saved), Training, str(path))

@@ -26,7 +26,7 @@ from training.state import TrainState
 if TYPE_CHECKING:
     from conf.schema import Train
 
-FIGURES = ("loss", "validation_loss", "bits_per_byte", "compared_loss")  # of the last row, for model.json
+FIGURES = ("loss", "val_loss", "val_bpb", "compared_loss")  # of the last row, for model.json
 
 
 class Saver:
@@ -93,7 +93,7 @@ class Checkpoints:
         }
         self.of_run |= {"steps": steps, "wandb_id": recorder.mirror.id}
         if cfg.resume == "auto" and distributed.rank() == 0:
-            set_aside(folder, start.step)
+            retire_after(folder, start.step)
 
     def __enter__(self):
         self.saver.__enter__()
@@ -114,23 +114,23 @@ class Checkpoints:
         self.recorder.sync()
         self.saver.save(state.step, weights, self.tokenizer.save, about, memory)
         if self.artifacts:
-            loss, saver = row.get("validation_loss"), self.saver
+            loss, saver = row.get("val_loss"), self.saver
             tracking.log_checkpoint(self.recorder.mirror, state.step, saver.folder, loss, saver.writing)
 
     def ensure(self, state: TrainState):
         """A checkpoint of this step, which may or may not have been due."""
         self.saver.wait()
-        if not distributed.agreed(step_folder(self.folder, state.step).exists):
+        if not distributed.on_rank0(step_folder(self.folder, state.step).exists):
             self.save(state, {})
 
     def roll_back(self, state: TrainState):
         """To the last checkpoint; what jumped, and is to be left out, stays known. ValueError if there is none."""
         self.saver.wait()
-        folder, known = distributed.agreed(checkpoint.find, self.folder, True), state.guard
+        folder, known = distributed.on_rank0(checkpoint.find, self.folder, True), state.guard
         state.load(folder)
         state.guard.skip, state.guard.spikes, state.guard.rollbacks = known.skip, known.spikes, known.rollbacks
         if distributed.rank() == 0:
-            set_aside(self.folder, state.step)
+            retire_after(self.folder, state.step)
 
     def wait(self) -> int:
         """Until the last save is on the disk, or has failed -> how many have failed."""
@@ -175,7 +175,7 @@ def _valid(folder: Path) -> bool:
 
 
 @contextmanager
-def taken(run: Path, first: bool = True) -> Iterator[None]:
+def run_lock(run: Path, first: bool = True) -> Iterator[None]:
     """A run's folder for this process alone; removes what killed saves left there. Of several ranks the first takes it.
 
     ValueError where another process has it, or nothing can be written. What it made is gone again if nothing was saved.
@@ -210,7 +210,7 @@ def taken(run: Path, first: bool = True) -> Iterator[None]:
                     run.rmdir()
 
 
-def set_aside(run: Path, step: int):
+def retire_after(run: Path, step: int):
     """Renames what a run saved after `step`, where it goes on from there: damaged, or passed over."""
     for folder in steps(run):
         if checkpoint.step_of(folder) > step:

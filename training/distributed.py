@@ -58,7 +58,7 @@ def broadcast(value: Any) -> Any:
     return values[0]
 
 
-def agreed(function: Callable, *arguments) -> Any:
+def on_rank0(function: Callable, *arguments) -> Any:
     """What function(*arguments) gives on rank 0, who looks after the folder; on all ranks, a ValueError too."""
     if size() == 1:
         return function(*arguments)
@@ -126,7 +126,7 @@ def name_missing_ranks(step: Callable[[], int]) -> Iterator[None]:
 # --- models ---------------------------------------------------------------------------------------------------------
 
 
-def spread(model: GPT, forward: nn.Module, how: str, precision: str) -> nn.Module:
+def parallelize(model: GPT, forward: nn.Module, how: str, precision: str) -> nn.Module:
     """What training calls: `forward`, the model or what compiling made of it, with gradients averaged over the ranks.
 
     "ddp": each rank holds everything. "fsdp": weights, gradients and optimizer state lie in shares, a block's matrices
@@ -170,27 +170,27 @@ def synchronised(model: nn.Module, last: bool) -> Iterator[None]:
         yield
 
 
-def whole(value: Any) -> Any:
+def gather_full(value: Any) -> Any:
     """Copies on the CPU of tensors, of which each rank may hold a share, in dicts and lists; anything else as it is.
 
     Only the first rank, who writes them down, keeps them: the others help to gather them, and get None.
     """
     if isinstance(value, dict):
-        return {name: whole(one) for name, one in value.items()}
+        return {name: gather_full(one) for name, one in value.items()}
     if isinstance(value, list):
-        return [whole(one) for one in value]
+        return [gather_full(one) for one in value]
     if not isinstance(value, Tensor):
         return value
-    value = unshared(value)
+    value = full_tensor(value)
     return value.detach().to("cpu", copy=True) if rank() == 0 else None
 
 
-def unshared(value: Any) -> Any:
+def full_tensor(value: Any) -> Any:
     """The whole of a tensor of which each rank holds a share (a DTensor, whose import takes a second)."""
     return value.full_tensor() if hasattr(value, "full_tensor") else value
 
 
-def share(tensor: Tensor, like: Tensor) -> Tensor:
+def shard_like(tensor: Tensor, like: Tensor) -> Tensor:
     """Of a whole tensor what this rank holds of `like`."""
     if not hasattr(like, "full_tensor") or tensor.shape != like.shape:
         return tensor
@@ -217,7 +217,10 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: Any):
                 shapes = f"{tuple(value.shape)} for a weight of {tuple(parameters[i].shape)}"
                 raise ValueError(f"the checkpoint's optimizer remembers as {name} {shapes}: take init_from")
     shares = {
-        i: {name: share(value, parameters[i]) if isinstance(value, Tensor) else value for name, value in of_one.items()}
+        i: {
+            name: shard_like(value, parameters[i]) if isinstance(value, Tensor) else value
+            for name, value in of_one.items()
+        }
         for i, of_one in state["state"].items()
     }
     optimizer.load_state_dict({"state": shares, "param_groups": optimizer.state_dict()["param_groups"]})
@@ -227,4 +230,4 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: Any):
 def load_weights(model: GPT, weights: dict[str, Tensor]):
     """Whole weights into a model of which each rank may hold a share."""
     for name, parameter in model.state_dict().items():
-        parameter.copy_(share(weights[name], parameter))
+        parameter.copy_(shard_like(weights[name], parameter))

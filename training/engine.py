@@ -28,14 +28,14 @@ if TYPE_CHECKING:
 class Engine:
     """A model, and what training calls in its place.
 
-    `forward` is the model, compiled or not, on one rank or several; `peak` the FLOP/s of a known device, else None.
+    `forward` is the model, compiled or not, on one rank or several; `peak_flops` the FLOP/s of a known device, or None.
     """
 
     model: GPT
     device: torch.device
     choices: Choices
     autocast: torch.autocast
-    peak: float | None
+    peak_flops: float | None
     parallel: str
     forward: Callable
 
@@ -78,8 +78,8 @@ class Engine:
         if cfg.activation_checkpointing:
             checkpoint_activations(model)
         autocast = auto.autocast(device, choices.precision)
-        peak = auto.peak_flops(device, cfg.device_spec, choices.precision)
-        return cls(model, device, choices, autocast, peak, cfg.parallel, model)
+        peak_flops = auto.peak_flops(device, cfg.device_spec, choices.precision)
+        return cls(model, device, choices, autocast, peak_flops, cfg.parallel, model)
 
     def prepare(self, batch: dict[str, Tensor], row_lengths: list[int], *, try_sizes: bool):
         """Compiles for rows of these lengths, and spreads over the ranks. `batch` is one that is to come.
@@ -97,7 +97,7 @@ class Engine:
             self.forward = compile_forward(self.model, of_each_length, self.autocast, warn=print, regional=regional)
             self.choices.compile = self.forward is not self.model
             print(f"{time.perf_counter() - began:.0f} s of compiling", flush=True)
-        self.forward = distributed.spread(self.model, self.forward, self.parallel, self.choices.precision)
+        self.forward = distributed.parallelize(self.model, self.forward, self.parallel, self.choices.precision)
         self.model.train()
 
     @property
@@ -110,8 +110,8 @@ class Engine:
         """Whether a rank alone may call the model: under fsdp all have to, in step."""
         return distributed.size() == 1 or self.parallel == "ddp"
 
-    def explaining_memory(self, batch: dict[str, Tensor]) -> AbstractContextManager:
-        return auto.explaining_memory(self.model, batch, self.choices.micro_batch, self.autocast)
+    def explain_oom(self, batch: dict[str, Tensor]) -> AbstractContextManager:
+        return auto.explain_oom(self.model, batch, self.choices.micro_batch, self.autocast)
 
 
 def announce(

@@ -25,7 +25,7 @@ GIB = 2**30
 OBJECTS = 50_000  # bytes of what Python and torch remember of a block, beside its numbers
 
 
-def on_paper(vocab_size: int, config: ModelConfig) -> GPT:
+def meta_model(vocab_size: int, config: ModelConfig) -> GPT:
     """The model with all of its shapes and none of its numbers (torch's meta device)."""
     with torch.device("meta"):
         return GPT(vocab_size, config)
@@ -157,7 +157,7 @@ def block_memory(
         kept += 8 * seq_len * d // heads  # cos and sin, for q and for k
     square = rows * heads * seq_len**2  # attention's weights, a number each
     working = 0
-    if attention == "written":  # exponentials in fp32, a boolean mask, the weights
+    if attention == "math":  # exponentials in fp32, a boolean mask, the weights
         kept += square * (4 + 1 + width + inside + (width if m.soft_cap else 0))
         kept += 2 * width * tokens * (d - d_kv)  # a key and value for each query head
         working = 16 * square
@@ -324,7 +324,7 @@ def report(cfg: "Train", vocab_size: int, vocabulary: str) -> str:
             f"batch_tokens={-(-rows // world) * world * seq_len} would do"
         )
     gpu = spec.kind == "gpu"
-    model = on_paper(vocab_size, cfg.model)
+    model = meta_model(vocab_size, cfg.model)
     assert cfg.steps is not None  # with dry_run
     steps = min(cfg.steps, cfg.stop_after or cfg.steps)
     flops = flops_per_token(model, seq_len)

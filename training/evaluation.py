@@ -56,7 +56,7 @@ def evaluate(
     model: GPT,
     read: Callable[[int, int], np.ndarray],
     n_tokens: int,
-    token_lengths: np.ndarray,
+    bytes_per_token: np.ndarray,
     *,
     learned=None,
     seq_len: int,
@@ -68,8 +68,8 @@ def evaluate(
 ) -> Evaluation:
     """Scores a text of n_tokens tokens, of which read(start, length) gives a part.
 
-    token_lengths (vocab,): bytes of text in each token. `limit`: about so many tokens, in evenly spread windows; None:
-    all. `learned`: anything of which read(start, length) is 0 for tokens that are not scored, see Tokens; windows
+    bytes_per_token (vocab,): see Tokenizer. `limit`: about this many tokens, in evenly spaced windows; None: all.
+    `learned`: anything of which read(start, length) is 0 for tokens that are not scored, see Tokens; windows
     without others are left out. The model is put in evaluation mode meanwhile; no random number is drawn. Each rank
     scores its share.
     """
@@ -92,7 +92,7 @@ def evaluate(
     nats, tokens, size = torch.zeros((), dtype=torch.float64), 0, 0
     for some in progress([share[i : i + batch] for i in range(0, len(share), batch)]):
         inputs, targets = _rows(read, some, seq_len, learned)
-        size += int(token_lengths[targets[targets != IGNORE]].sum())
+        size += int(bytes_per_token[targets[targets != IGNORE]].sum())
         with autocast or torch.autocast(device.type, enabled=False):
             loss, count = model(_to(inputs, device), targets=_to(targets, device))
         nats += loss.cpu().double()
@@ -118,7 +118,7 @@ def validate(
             engine.model,
             text.read,
             len(text),
-            corpus.tokenizer.token_lengths(),
+            corpus.tokenizer.bytes_per_token(),
             learned=text.learned,
             seq_len=seq_len,
             batch=engine.choices.micro_batch,
@@ -127,7 +127,7 @@ def validate(
         )
 
     result = on(None if last else part)
-    figures = {"validation_loss": result.loss, "perplexity": result.perplexity, "bits_per_byte": result.bits_per_byte}
+    figures = {"val_loss": result.loss, "val_ppl": result.perplexity, "val_bpb": result.bits_per_byte}
     return figures, on(part).loss if last and part is not None else result.loss
 
 

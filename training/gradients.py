@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from training import distributed
-from training.distributed import synchronised, unshared
+from training.distributed import full_tensor, synchronised
 
 
 def micro_batches(batch: dict[str, Tensor], rows: int, row_length: int | None = None) -> Iterator[dict[str, Tensor]]:
@@ -49,4 +49,4 @@ def gradient_norm(optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler
     """Of all gradients, unscaled first."""
     scaler.unscale_(optimizer)
     gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-    return unshared(nn.utils.get_total_norm(gradients))
+    return full_tensor(nn.utils.get_total_norm(gradients))

@@ -63,14 +63,14 @@ class Interruption:
 
     def requested(self, step: int) -> int:
         """What is wanted on any rank. Asked by all alike, after each look; `step` steps are done."""
-        before, reason = self.last, self.wanted()
+        before, reason = self.last, self.stop_requested()
         pace = 0.0 if before is None or step <= self.looked else (self.last - before) / (step - self.looked)
         reasons, paces = distributed.gather(reason, pace)
         self.looked, slowest = step, max(paces)
         self.next_look = step + max(1, min(self.steps_ahead, int(1 / slowest) if slowest else 1))
         return int(max(reasons))
 
-    def wanted(self) -> int:
+    def stop_requested(self) -> int:
         """Asked once a look."""
         now = time.monotonic()
         if self.last is not None:

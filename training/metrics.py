@@ -19,6 +19,7 @@ from rich.progress import Progress, TextColumn
 from typing_extensions import TypedDict
 
 from data.files import check_shape
+from data.older import renamed
 
 
 class MetricsLog:
@@ -94,8 +95,8 @@ class Row(TypedDict):
     step: int
     tokens: NotRequired[int]
     loss: NotRequired[float]
-    validation_loss: NotRequired[float]
-    bits_per_byte: NotRequired[float]
+    val_loss: NotRequired[float]
+    val_bpb: NotRequired[float]
     clock: NotRequired[dict[str, float]]
 
 
@@ -104,7 +105,7 @@ def read_rows(path: Path) -> list[dict]:
 
     ValueError, with its place, for a line that is no row.
     """
-    return [check_shape(row, Row, f"{path}, line {number},") for number, _, row in _lines(path)]
+    return [check_shape(renamed(row), Row, f"{path}, line {number},") for number, _, row in _lines(path)]
 
 
 def _lines(path: Path) -> Iterator[tuple[int, bytes, Any]]:
@@ -116,8 +117,8 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes, Any]]:
 
 def best(rows: list[dict]) -> dict | None:
     """The row with the lowest validation loss."""
-    measured = [row for row in rows if math.isfinite(row.get("validation_loss", math.nan))]
-    return min(measured, key=lambda row: row["validation_loss"], default=None)
+    measured = [row for row in rows if math.isfinite(row.get("val_loss", math.nan))]
+    return min(measured, key=lambda row: row["val_loss"], default=None)
 
 
 def peak_memory(device: torch.device) -> float:
@@ -154,7 +155,7 @@ class Screen:
         self.progress = Progress(column, console=self.console, transient=True, disable=not self.live)
         self.task = self.progress.add_task("the first steps")
         self.steps = steps
-        self.validation = ""  # the last one
+        self.validation: list[str] = []  # the last one
 
     def __enter__(self):
         self.progress.start()
@@ -169,18 +170,23 @@ class Screen:
 
     def report(self, step: int, row: dict, seconds_left: float, keep: bool):
         """Where the run stands; `keep`: leave the line on the terminal too."""
-        width, left, speed = len(str(self.steps)), duration(seconds_left), row["clock"]["tokens_per_second"]
-        loss, norm = row.get("loss", math.nan), row.get("grad_norm", math.nan)  # none of a step passed over
-        line = f"step {step:>{width}}/{self.steps}  left {left}  loss {loss:.4f}"
-        if "validation_loss" in row:
-            line += f"  validation {row['validation_loss']:.4f} ({row['bits_per_byte']:.3f} bits per byte)"
-            self.validation = f"  val {row['validation_loss']:.3f}"
-        line += f"  rate {row['lr']:.2e}  norm {norm:.2f}  {speed:,.0f} tokens/s"
-        short = f"{step}/{self.steps}  left {left}  loss {loss:.3f}{self.validation}"  # 80 columns
-        short += f"  lr {row['lr']:.1e}  norm {norm:.2f}  {speed:,.0f} tok/s"
+        width, speed = len(str(self.steps)), rate(row["clock"]["tok_per_sec"])
+        loss, norm = row.get("loss", math.nan), row.get("grad_norm", math.nan)  # none of a step without an update
+        parts = [f"step {step:>{width}}/{self.steps}", f"loss {loss:.3f}"]
+        if "val_loss" in row:
+            parts.append(f"val {row['val_loss']:.3f} ({row['val_bpb']:.3f} bpb)")
+            self.validation = [f"val {row['val_loss']:.3f}"]
+        end = [f"grad_norm {norm:.2f}", f"{speed} tok/s", f"eta {duration(seconds_left)}"]
+        line = " | ".join([*parts, f"lr {row['lr']:.2e}", *end])
+        short = " | ".join([f"{step}/{self.steps}", f"loss {loss:.3f}", *self.validation, *end])  # 80 columns
         self.progress.update(self.task, description=short)
         if keep or not self.live:
             self.say(line)
+
+
+def rate(per_second: float) -> str:
+    """16.5k, or 812."""
+    return f"{per_second / 1000:.1f}k" if per_second >= 1000 else f"{per_second:.0f}"
 
 
 def duration(seconds: float) -> str:

@@ -12,34 +12,34 @@ from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
 from model import GPT
-from training.distributed import share, unshared
+from training.distributed import full_tensor, shard_like
 
 WIDTH = 128  # the d_model for which lr_head is given, where it falls with the width
 
 
 def parameter_groups(
-    model: GPT, *, lr: float, lr_embedding: float, lr_head: float, lr_gain: float, weight_decay: float
+    model: GPT, *, lr: float, lr_embedding: float, lr_head: float, lr_norm: float, weight_decay: float
 ) -> list[dict]:
-    """The weights by what they are, each kind with its `peak` rate: matrices in blocks, head, embeddings, gains.
+    """The weights by what they are, each kind with its `initial_lr` rate: matrices in blocks, head, embeddings, norms.
 
-    Matrices and the head decay; gains, biases and embeddings do not, and a head tied to the embedding counts as one.
+    Matrices and the head decay; norms, biases and embeddings do not, and a head tied to the embedding counts as one.
     """
     tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-    kinds: dict[str, list[nn.Parameter]] = {"matrices": [], "head": [], "embeddings": [], "gains": []}
+    kinds: dict[str, list[nn.Parameter]] = {"matrices": [], "head": [], "embeddings": [], "norms": []}
     for parameter in model.parameters():  # a shared parameter comes once
         if id(parameter) in tables:
             kinds["embeddings"].append(parameter)
         elif parameter is model.head.weight:
             kinds["head"].append(parameter)
         else:
-            kinds["matrices" if parameter.ndim == 2 else "gains"].append(parameter)
-    peaks = {"matrices": lr, "head": lr_head, "embeddings": lr_embedding, "gains": lr_gain}
+            kinds["matrices" if parameter.ndim == 2 else "norms"].append(parameter)
+    peaks = {"matrices": lr, "head": lr_head, "embeddings": lr_embedding, "norms": lr_norm}
     return [
         {
             "name": kind,
             "params": parameters,
             "lr": peaks[kind],
-            "peak": peaks[kind],
+            "initial_lr": peaks[kind],
             "weight_decay": weight_decay if kind in ("matrices", "head") else 0.0,
         }
         for kind, parameters in kinds.items()
@@ -52,21 +52,21 @@ Rate = Annotated[float, Gt(0), Le(1e30)]
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """What changes the weights, with peak learning rates for each kind of them, see parameter_groups.
+    """What changes the weights, with initial_lr learning rates for each kind of them, see parameter_groups.
 
-    momentum: Muon's. clip: the largest norm of all gradients together, to which larger ones are scaled down.
+    momentum: Muon's. grad_clip: the largest norm of all gradients together, to which larger ones are scaled down.
     """
 
     name: Literal["adamw", "muon"]
     lr: Rate
     lr_embedding: Rate
     lr_head: Rate
-    lr_gain: Rate
+    lr_norm: Rate
     betas: list[Annotated[float, Ge(0), Lt(1)]]
     eps: Annotated[float, Gt(0), Le(1)]
     weight_decay: Annotated[float, Ge(0), Le(1e30)]
     momentum: Annotated[float, Ge(0), Lt(1)] | None = None
-    clip: Rate = math.inf
+    grad_clip: Rate = math.inf
 
     def __post_init__(self):
         if self.name == "muon" and self.momentum is None:
@@ -84,7 +84,7 @@ def build_optimizer(model: GPT, config: OptimizerConfig, precision: str = "fp32"
     """
     c, betas = config, (config.betas[0], config.betas[1])
     lr_head = c.lr_head * WIDTH / model.config.d_model if c.name == "muon" else c.lr_head
-    rates = {"lr": c.lr, "lr_embedding": c.lr_embedding, "lr_head": lr_head, "lr_gain": c.lr_gain}
+    rates = {"lr": c.lr, "lr_embedding": c.lr_embedding, "lr_head": lr_head, "lr_norm": c.lr_norm}
     groups = parameter_groups(model, **rates, weight_decay=c.weight_decay)
     if c.momentum is None or c.name == "adamw":
         return torch.optim.AdamW(groups, lr=c.lr, betas=betas, eps=c.eps, fused=True)
@@ -171,7 +171,7 @@ class Muon(torch.optim.Optimizer):
             zip(parameters, torch._foreach_lerp(gradients, moments, momentum), strict=True)
         ):
             down, across = self.cuts.get(p, (1, 1))
-            pieces = rearrange(unshared(direction), "(i r) (j c) -> (i j) r c", i=down, j=across).to(self.dtype)
+            pieces = rearrange(full_tensor(direction), "(i r) (j c) -> (i j) r c", i=down, j=across).to(self.dtype)
             tall = pieces.shape[1] > pieces.shape[2]
             batches[pieces.mT.shape[1:] if tall else pieces.shape[1:]].append((i, tall, pieces.mT if tall else pieces))
         for batch in batches.values():
@@ -181,7 +181,7 @@ class Muon(torch.optim.Optimizer):
                 down, across = self.cuts.get(p, (1, 1))
                 o = rearrange(o.mT if tall else o, "(i j) r c -> (i r) (j c)", i=down, j=across).to(p.dtype)
                 rate = group["lr"] * math.sqrt(max(1, p.shape[0] / p.shape[1]))
-                p.mul_(keep).add_(share(o, p), alpha=-rate)
+                p.mul_(keep).add_(shard_like(o, p), alpha=-rate)
 
     def _adamw(self, group: dict, parameters: list[Tensor]):
         for p in parameters:

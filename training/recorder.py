@@ -67,14 +67,14 @@ class Recorder:
         (last_step, last_seconds), step, seconds = self.last, row["step"], self.watch.seconds()
         speed = (step - last_step) * self.tokens_per_step / (seconds - last_seconds)
         self.last = step, seconds
-        row["clock"] = {"seconds": seconds, "tokens_per_second": speed, "memory_gib": peak_memory(self.engine.device)}
-        if self.engine.peak is not None:
+        row["clock"] = {"seconds": seconds, "tok_per_sec": speed, "memory_gib": peak_memory(self.engine.device)}
+        if self.engine.peak_flops is not None:
             flops = estimate.flops_per_token(self.engine.model, row_length) * speed
-            row["clock"]["mfu"] = flops / (self.engine.peak * distributed.size())
+            row["clock"]["mfu"] = flops / (self.engine.peak_flops * distributed.size())
         self.log.write(row)
         tracking.log(self.mirror, row)
         left = (end - step) * self.tokens_per_step / speed
-        self.screen.report(step, row, left, keep="validation_loss" in row)
+        self.screen.report(step, row, left, keep="val_loss" in row)
 
     def sample(self, samples: list[dict]):
         """Shows the last of them; W&B has a table of all."""

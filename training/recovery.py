@@ -6,7 +6,7 @@ from torch import Tensor
 
 from data.batches import Batches
 from data.tokenizer import Tokenizer
-from training import distributed, guards
+from training import distributed, nonfinite
 from training.checkpoints import Checkpoints
 from training.engine import Engine
 from training.gate import NOT_FINITE
@@ -75,20 +75,20 @@ def explain(
 ) -> str:
     """Repeats the step to find out where its numbers went wrong, and writes that down with the text of the batch."""
     rng = state.rng.state()
-    origin = guards.NOWHERE
+    origin = nonfinite.NOWHERE
     if engine.searchable:
         pieces = list(micro_batches(batch, engine.choices.micro_batch, row_length))
-        origin = guards.find_origin(engine.model, pieces, engine.autocast, rng)
+        origin = nonfinite.find_origin(engine.model, pieces, engine.autocast, rng)
     state.rng.load(rng)
     own = [tokenizer.decode(row) for row in batch["tokens"].tolist()]
     origins, texts = zip(*distributed.gather_objects((origin, own)), strict=True)
-    origin = next((one for one in origins if one["tensor"] is not None), guards.NOWHERE)
+    origin = next((one for one in origins if one["tensor"] is not None), nonfinite.NOWHERE)
     path = recorder.folder / f"nonfinite_{outcome.number:08}.json"
     if distributed.rank() == 0:
         try:
             every = [text for some in texts for text in some]
-            guards.report(path, outcome.number, outcome.loss, outcome.grad_norm, origin, every)
+            nonfinite.report(path, outcome.number, outcome.loss, outcome.grad_norm, origin, every)
         except OSError as error:
             recorder.say(f"{path} cannot be written: {error.strerror}")
     what = f"the loss of step {outcome.number + 1} is {outcome.loss}, its gradient norm {outcome.grad_norm}"
-    return f"{what}: {guards.describe(origin)}; see {path}"
+    return f"{what}: {nonfinite.describe(origin)}; see {path}"

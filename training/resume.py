@@ -53,7 +53,7 @@ class Start:
             return
         checkpoint.check_same_model(self.checkpoint, state.model)
         state.load(self.checkpoint)
-        if self.saved["config"].get("evaluation_tokens") != cfg.evaluation_tokens:
+        if self.saved["config"].get("eval_tokens") != cfg.eval_tokens:
             state.guard.lowest, state.guard.lowest_step, state.guard.waited = math.inf, None, 0
 
 
@@ -110,5 +110,5 @@ def nothing_left(cfg: "Train", steps: int, start: Start) -> bool:
 
 def _waited(start: Start, cfg: "Train") -> int:
     """Evaluations without a lower validation loss, of those that were measured as they are now."""
-    same = start.saved["config"].get("evaluation_tokens") == cfg.evaluation_tokens
+    same = start.saved["config"].get("eval_tokens") == cfg.eval_tokens
     return start.saved["guard"].get("waited", 0) if same else 0

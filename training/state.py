@@ -59,7 +59,7 @@ class TrainState:
         """All but the step and the weights, whole and on the CPU, as training.pt has it. Called by all ranks alike."""
         self.guard.losses = self.gate.losses()
         return {
-            "optimizer": distributed.whole(self.optimizer.state_dict()),
+            "optimizer": distributed.gather_full(self.optimizer.state_dict()),
             "scaler": self.scaler.state_dict(),
             "guard": asdict(self.guard),
             "samples": list(self.samples),

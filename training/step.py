@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from training import distributed
-from training.distributed import unshared
+from training.distributed import full_tensor
 from training.engine import Engine
 from training.gate import NOT_FINITE, OVERFLOW, SPIKE, Gate
 from training.gradients import compute_gradients, gradient_norm
@@ -57,7 +57,7 @@ def train_step(
     rng = state.rng.state()
     if state.step in state.guard.skip or count == 0:
         return Step(state.step, rng, None)
-    with engine.explaining_memory(batch):
+    with engine.explain_oom(batch):
         total = compute_gradients(
             engine.forward,
             state.scaler,
@@ -93,7 +93,7 @@ def update(
     weights = [p.detach() for group in optimizer.param_groups for p in group["params"]]
     before = [w.clone() for w in weights] if measure else None
     for group in optimizer.param_groups:
-        group["lr"] = group["peak"] * factor
+        group["lr"] = group["initial_lr"] * factor
         nn.utils.clip_grads_with_norm_(group["params"], clip, norm)
     optimizer.grad_scale, optimizer.found_inf = None, None if gate is None else gate.shut
     optimizer.step()
@@ -106,7 +106,7 @@ def update(
     if not measure:
         return torch.full((), math.nan, device=norm.device)
     change = nn.utils.get_total_norm([new - old for new, old in zip(weights, before, strict=True)])
-    return unshared(change) / unshared(nn.utils.get_total_norm(before))
+    return full_tensor(change) / full_tensor(nn.utils.get_total_norm(before))
 
 
 def look(state: TrainState, steps: list[Step]) -> Outcome:

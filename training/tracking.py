@@ -216,13 +216,13 @@ def log(mirror: Mirror, row: dict):
     values = {name: value for name, value in row.items() if name not in ("step", "clock")}
     values = {STEP: row["step"], **values, **{f"clock/{k}": v for k, v in row.get("clock", {}).items()}}
     mirror.do(lambda run: run.log(values))
-    if row.get("validation_loss", float("inf")) < mirror.lowest:
+    if row.get("val_loss", float("inf")) < mirror.lowest:
         _log_best(mirror, row)
 
 
 def _log_best(mirror: Mirror, row: dict):
-    mirror.lowest = row["validation_loss"]
-    summary = {"best_validation_loss": row["validation_loss"], "best_step": row["step"]}
+    mirror.lowest = row["val_loss"]
+    summary = {"best_val_loss": row["val_loss"], "best_step": row["step"]}
     mirror.do(lambda run: run.summary.update(summary))
 
 
@@ -238,10 +238,10 @@ def log_samples(mirror: Mirror, samples: list[dict]):
     mirror.do(task)
 
 
-def log_checkpoint(mirror: Mirror, step: int, folder: Path, validation_loss: float | None, saved: Future):
+def log_checkpoint(mirror: Mirror, step: int, folder: Path, val_loss: float | None, saved: Future):
     """A step folder as an artifact, once it is saved: the latest, and the best where no loss before was as low."""
     aliases = ["latest", f"step-{step}"]
-    if validation_loss is not None and validation_loss <= mirror.lowest:
+    if val_loss is not None and val_loss <= mirror.lowest:
         aliases.append("best")
 
     def task(run):

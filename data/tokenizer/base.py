@@ -14,11 +14,11 @@ END_OF_TEXT = "<|endoftext|>"
 
 
 class Tokenizer(ABC):
-    """Ids are 0 .. vocab_size - 1; `end_of_text` is one of them."""
+    """Ids are 0 .. vocab_size - 1; `eos_id` is one of them."""
 
     kind: str
     vocab_size: int
-    end_of_text: int
+    eos_id: int
     lossless = True  # the bytes of the ids are those of the text, whatever it is
     special: dict[str, int]  # ids by name; the first is end-of-text
     parse_special = False  # a name of a special token in a text becomes that token
@@ -42,7 +42,7 @@ class Tokenizer(ABC):
     def document(self, text: str) -> np.ndarray:
         """The ids of a whole document, one of many in a row: end-of-text follows it."""
         ids = self.encode(text)
-        return np.append(ids, ids.dtype.type(self.end_of_text))
+        return np.append(ids, ids.dtype.type(self.eos_id))
 
     def documents(self, texts: list[str]) -> np.ndarray:
         """The ids of several documents, one behind the other: what document gives for each, faster for many."""
@@ -50,19 +50,19 @@ class Tokenizer(ABC):
 
     def document_bounds(self, tokens) -> tuple[np.ndarray, np.ndarray]:
         """First token of each document in a row of them (anything with len and find(token)), and the one behind it."""
-        ends = tokens.find(self.end_of_text) + 1
+        ends = tokens.find(self.eos_id) + 1
         if len(ends) == 0 or ends[-1] < len(tokens):
             ends = np.append(ends, len(tokens))  # one that was cut off
         return np.concatenate([[0], ends[:-1]]), ends
 
     def prompt(self, text: str) -> list[int]:
         """The ids that a continuation of `text` starts from: at least one."""
-        return self.encode(text).tolist() or [self.end_of_text]
+        return self.encode(text).tolist() or [self.eos_id]
 
     @property
     def stops(self) -> set[int]:
         """The ids at which a continuation ends."""
-        return {self.end_of_text}
+        return {self.eos_id}
 
     def decode(self, tokens: Iterable[int]) -> str:
         """The text of some ids; bytes that are no UTF-8 (half a character) become U+FFFD."""
@@ -79,7 +79,7 @@ class Tokenizer(ABC):
             yield decoder.push(int(token))
         yield decoder.end()
 
-    def token_lengths(self) -> np.ndarray:
+    def bytes_per_token(self) -> np.ndarray:
         """Bytes of text in each token, (vocab_size,): what turns nats per token into bits per byte."""
         return np.array([len(self.token_bytes(token)) for token in range(self.vocab_size)])
 

@@ -30,7 +30,7 @@ class BPETokenizer(Tokenizer):
         import tiktoken
 
         self.ranks, self.pattern, self.special, self.parse_special = ranks, pattern, special, parse_special
-        self.end_of_text = next(iter(special.values()))
+        self.eos_id = next(iter(special.values()))
         self.vocab_size = max([len(ranks) - 1, *special.values()]) + 1
         self.encoding = tiktoken.Encoding(
             name="inkling",
@@ -38,7 +38,7 @@ class BPETokenizer(Tokenizer):
             mergeable_ranks={token: rank for rank, token in enumerate(ranks) if token},
             special_tokens=special,
         )
-        self.shown = {id: name.encode() for name, id in special.items() if parse_special and id != self.end_of_text}
+        self.shown = {id: name.encode() for name, id in special.items() if parse_special and id != self.eos_id}
 
     def encode(self, text: str) -> np.ndarray:
         return self._encode(text, set(self.special) if self.parse_special else set())

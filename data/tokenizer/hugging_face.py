@@ -15,7 +15,7 @@ from data.tokenizer.byte_level import byte_level_alphabet
 class JSONTokenizer(Tokenizer):
     """Another model's tokenizer.json, run by Hugging Face's tokenizers.
 
-    `content` is that file, `beginning` the id that its model has seen before every text, if any, `ends` those that may
+    `content` is that file, `bos_id` the id that its model has seen before every text, if any, `eos_ids` those that may
     follow one. Its normalizer decides whether a text comes back exactly: many drop a space at the start.
     """
 
@@ -23,11 +23,11 @@ class JSONTokenizer(Tokenizer):
     lossless = False
     FILE = "tokenizer.json"
 
-    def __init__(self, content: str, beginning: int | None, ends: list[int], parse_special: bool = False):
+    def __init__(self, content: str, bos_id: int | None, eos_ids: list[int], parse_special: bool = False):
         import tokenizers
 
-        self.content, self.beginning, self.ends, self.parse_special = content, beginning, ends, parse_special
-        self.end_of_text = ends[0]
+        self.content, self.bos_id, self.eos_ids, self.parse_special = content, bos_id, eos_ids, parse_special
+        self.eos_id = eos_ids[0]
         try:
             self.tokenizer = tokenizers.Tokenizer.from_str(content)
         except Exception as error:  # the library has no kind of its own
@@ -48,7 +48,7 @@ class JSONTokenizer(Tokenizer):
 
     @property
     def stops(self) -> set[int]:
-        return {*self.ends} | ({self.beginning} if self.beginning is not None else set())
+        return {*self.eos_ids} | ({self.bos_id} if self.bos_id is not None else set())
 
     def encode(self, text: str) -> np.ndarray:
         text.encode("utf-8")  # half a surrogate pair is a ValueError here, and worse there
@@ -60,23 +60,23 @@ class JSONTokenizer(Tokenizer):
     def documents(self, texts: list[str]) -> np.ndarray:
         for text in texts:
             text.encode("utf-8")
-        first = [] if self.beginning is None else [self.beginning]
-        last = [self.end_of_text] if self.beginning is None else []
+        first = [] if self.bos_id is None else [self.bos_id]
+        last = [self.eos_id] if self.bos_id is None else []
         encoded = self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)  # on all cores
         return np.concatenate([np.array([*first, *some.ids, *last], np.uint32) for some in encoded])
 
     def document_bounds(self, tokens) -> tuple[np.ndarray, np.ndarray]:
-        if self.beginning is None:
+        if self.bos_id is None:
             return super().document_bounds(tokens)
-        starts = tokens.find(self.beginning)
+        starts = tokens.find(self.bos_id)
         if len(starts) == 0 or starts[0] > 0:
             starts = np.concatenate([[0], starts])
         return starts, np.append(starts[1:], len(tokens))
 
     def prompt(self, text: str) -> list[int]:
-        if self.beginning is None:
+        if self.bos_id is None:
             return super().prompt(text)
-        return [self.beginning, *self.encode(text).tolist()]
+        return [self.bos_id, *self.encode(text).tolist()]
 
     def token_bytes(self, token: int) -> bytes:
         piece = self.tokenizer.id_to_token(token)
@@ -102,8 +102,8 @@ class JSONTokenizer(Tokenizer):
     def vocabulary(self) -> dict:
         return {
             "kind": self.kind,
-            "beginning": self.beginning,
-            "ends": self.ends,
+            "beginning": self.bos_id,
+            "ends": self.eos_ids,
             "sha256": hashlib.sha256(self.content.encode()).hexdigest(),
             **({"parse_special": True} if self.parse_special else {}),  # older vocabularies lack it
         }
@@ -138,15 +138,15 @@ class JSONDecoder(Decoder):
         return self.json.decode(self.seen)[self.sent :]
 
 
-def read_json(path: str | Path, beginning: str | None, end_of_text: str, parse_special: bool = False) -> JSONTokenizer:
+def read_json(path: str | Path, bos_token: str | None, eos_token: str, parse_special: bool = False) -> JSONTokenizer:
     """The tokenizer of a tokenizer.json, whose special tokens are given by name."""
     try:
         content = Path(path).read_text(encoding="utf-8-sig")
         names = {token["content"]: token["id"] for token in json.loads(content)["added_tokens"]}
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is no tokenizer.json that can be read: {error}") from error
-    for name in (beginning, end_of_text):
+    for name in (bos_token, eos_token):
         if name is not None and name not in names:
             raise ValueError(f"{path} has no special token {name}: there are {', '.join(names)}")
-    first = None if beginning is None else names[beginning]
-    return JSONTokenizer(content, first, [names[end_of_text]], parse_special)
+    first = None if bos_token is None else names[bos_token]
+    return JSONTokenizer(content, first, [names[eos_token]], parse_special)

@@ -11,7 +11,7 @@ class ByteTokenizer(Tokenizer):
 
     kind = "bytes"
     vocab_size = 257
-    end_of_text = 256
+    eos_id = 256
 
     def encode(self, text: str) -> np.ndarray:
         return np.frombuffer(text.encode("utf-8"), np.uint8).astype(np.uint16)
@@ -23,7 +23,7 @@ class ByteTokenizer(Tokenizer):
         return {"kind": self.kind}
 
     def to_json(self) -> str:
-        return byte_level_json([bytes([byte]) for byte in range(256)], [], {END_OF_TEXT: self.end_of_text}, None)
+        return byte_level_json([bytes([byte]) for byte in range(256)], [], {END_OF_TEXT: self.eos_id}, None)
 
 
 class CharacterTokenizer(Tokenizer):
@@ -34,7 +34,7 @@ class CharacterTokenizer(Tokenizer):
     def __init__(self, characters: str):
         self.characters = "".join(sorted(set(characters)))
         self.vocab_size = len(self.characters) + 1
-        self.end_of_text = len(self.characters)
+        self.eos_id = len(self.characters)
         codes = self._codes(self.characters)
         self.ids = np.full(codes.max(initial=0) + 2, self.vocab_size, np.uint32)  # by code; the last: all beyond
         self.ids[codes] = np.arange(len(codes))
@@ -62,7 +62,7 @@ class CharacterTokenizer(Tokenizer):
         from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
         ids = {character: id for id, character in enumerate(self.characters)}
-        other = Tokenizer(models.WordLevel({**ids, END_OF_TEXT: self.end_of_text}, END_OF_TEXT))
+        other = Tokenizer(models.WordLevel({**ids, END_OF_TEXT: self.eos_id}, END_OF_TEXT))
         other.pre_tokenizer = pre_tokenizers.Split(Regex("(?m:.)"), "isolated")  # m: a line break is a character too
         other.decoder = decoders.Fuse()
         other.add_special_tokens([END_OF_TEXT])

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from insight.doctor import reference
 from insight.doctor.patient import CLOSE, SAME, Finding, Patient, deviation, worst_heads
-from model.ops import TORCH, WRITTEN
+from model.ops import MATH, TORCH
 
 FAR = 1e12  # further below 0 than any finite number that is meant to hide a key, but for the largest there are
 
@@ -21,7 +21,7 @@ def kernels(patient: Patient) -> Iterator[tuple[str, Callable]]:
     layers: dict[Callable, list[int]] = {}
     for i, block in enumerate(patient.model.blocks):
         layers.setdefault(block.attention.ops.attention, []).append(i)
-    layers.setdefault(WRITTEN.attention, [])
+    layers.setdefault(MATH.attention, [])
     if patient.model.config.soft_cap is None:
         layers.setdefault(TORCH.attention, [])
     for attend, used in layers.items():

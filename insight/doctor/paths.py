@@ -11,7 +11,7 @@ from torch import Tensor
 from insight.doctor.patient import SAME, Finding, NotChecked, Patient, deviation, watched, worst_heads
 from model import GPT
 from model.hooks import Site, editing
-from model.ops import TORCH, WRITTEN, Ops
+from model.ops import MATH, TORCH, Ops
 
 TOO_SHORT = "it needs 3 positions"
 
@@ -175,7 +175,7 @@ def fused_kernel(patient: Patient) -> Iterator[Finding]:
     for i, (layer, block) in enumerate(zip(layers, model.blocks, strict=True)):
         for name, given in (("plain causal", layer.arguments), ("with a mask", with_mask[i])):
             given = [x.float() if torch.is_tensor(x) and x.is_floating_point() else x for x in given]
-            written = WRITTEN.attention(*given)[0]
+            written = MATH.attention(*given)[0]
             found = [ops.attention(*given)[0] for ops in (block.attention.ops, TORCH)]
             y = max(found, key=lambda y: deviation(y, written))
             if (value := deviation(y, written)) > bound:
@@ -200,12 +200,12 @@ def functions(patient: Patient) -> Iterator[Finding]:
         gradients = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
         return torch.cat([(loss / count).detach().view(1), *gradients])
 
-    ops, expected = patient.model.ops, learned(WRITTEN)
+    ops, expected = patient.model.ops, learned(MATH)
     for name in (field.name for field in fields(ops)):
-        if getattr(ops, name) == getattr(WRITTEN, name):
+        if getattr(ops, name) == getattr(MATH, name):
             continue
-        found = learned(replace(WRITTEN, **{name: getattr(ops, name)}))
+        found = learned(replace(MATH, **{name: getattr(ops, name)}))
         if not (value := ((found - expected).norm() / expected.norm()).item()) <= bound:
             what = "with it, loss or gradients differ from those of the mathematics written out"
-            do = f"compare it with {name} of WRITTEN in model/ops.py; kernels=false and attention=written do without"
+            do = f"compare it with {name} of MATH in model/ops.py; kernels=false and attention=math do without"
             yield Finding("functions", f"{name} of the model's table", what, do, value, bound)

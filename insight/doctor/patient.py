@@ -38,7 +38,7 @@ class Patient:
         model: as it is to be used; no check changes it.
         tokens, targets: (b s), a batch of the kind that it reads.
         trained: whether its weights have learned something; if not they are as initialise() left them.
-        tokenizer: with vocab_size, end_of_text, lossless, encode(text), decode(ids) and fingerprint().
+        tokenizer: with vocab_size, eos_id, lossless, encode(text), decode(ids) and fingerprint().
         text: some text of the kind that it reads.
         fingerprint: of the tokenizer that the model has learned with, or is to learn with.
         start_training: start_training(model) gives step(tokens, targets) -> mean loss before it: real steps of

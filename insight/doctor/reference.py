@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from model import ModelConfig
-from model.positions import rope_speeds
+from model.positions import rope_frequencies
 
 
 def causal(T_q: int, T_k: int) -> Tensor:
@@ -54,11 +54,11 @@ def rope_angles(config: ModelConfig, token_positions: Tensor) -> tuple[Tensor, f
     d_head = config.d_model // config.n_heads
     if config.rope_scaling is None:
         exponents = torch.arange(d_head // 2, dtype=torch.float64) * 2 / d_head
-        speeds, amplitude = 1 / torch.tensor(config.theta, dtype=torch.float64) ** exponents, 1.0
+        inv_freq, attention_factor = 1 / torch.tensor(config.theta, dtype=torch.float64) ** exponents, 1.0
     else:
         factor, reach = config.rope_factor, config.max_seq_len
-        speeds, amplitude = rope_speeds(config.theta, d_head, config.rope_scaling, factor, reach)
-    return token_positions.double().unsqueeze(-1) * speeds, amplitude
+        inv_freq, attention_factor = rope_frequencies(config.theta, d_head, config.rope_scaling, factor, reach)
+    return token_positions.double().unsqueeze(-1) * inv_freq, attention_factor
 
 
 def pairs(x: Tensor, pairing: str) -> Tensor:
@@ -68,9 +68,9 @@ def pairs(x: Tensor, pairing: str) -> Tensor:
 
 
 def turned(x: Tensor, config: ModelConfig, token_positions: Tensor, pairing: str | None = None) -> Tensor:
-    """RoPE of x (b h s d) at token_positions (s,): each pair times amplitude e^(i angle)."""
+    """RoPE of x (b h s d) at token_positions (s,): each pair times attention_factor e^(i angle)."""
     pairing = pairing or config.pairing
-    angles, amplitude = rope_angles(config, token_positions)
-    z = pairs(x, pairing) * torch.polar(torch.full_like(angles, amplitude), angles)
+    angles, attention_factor = rope_angles(config, token_positions)
+    z = pairs(x, pairing) * torch.polar(torch.full_like(angles, attention_factor), angles)
     parts = [z.real, z.imag]
     return torch.cat(parts, dim=-1) if pairing == "half" else torch.stack(parts, dim=-1).flatten(-2)

@@ -65,9 +65,9 @@ def tokenizer(patient: Patient) -> Iterator[Finding]:
         what = "it is not the one that the model has learned with: the same ids stand for other text"
         do = "copy the folder tokenizer/ from the run's own checkpoint or corpus"
         yield Finding("tokenizer", "tokenizer", what, do)
-    if not 0 <= ours.end_of_text < ours.vocab_size:
-        what = f"end-of-text is {ours.end_of_text}, outside 0 .. {ours.vocab_size - 1}"
-        yield Finding("tokenizer", "end_of_text", what, "name a special token that it has", ours.end_of_text)
+    if not 0 <= ours.eos_id < ours.vocab_size:
+        what = f"end-of-text is {ours.eos_id}, outside 0 .. {ours.vocab_size - 1}"
+        yield Finding("tokenizer", "eos_id", what, "name a special token that it has", ours.eos_id)
     if patient.text is None:
         return
     try:

@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from insight.lessons.lesson import Lesson, exponent, seeded
 from model import GPT, ModelConfig
 from model.attention import CausalMultiHeadAttention
-from model.ops import WRITTEN, fused_attention, written_attention
+from model.ops import MATH, fused_attention, math_attention
 
 LENGTHS = [256, 512, 1024, 2048, 4096]
 D_HEAD = 64
@@ -117,7 +117,7 @@ def _claims(attention: dict, token: dict, layers: dict) -> list[tuple[bool, str]
 def _attention() -> dict:
     """One head of width D_HEAD, causal: milliseconds of a forward, MiB kept for the backward pass."""
     found = {}
-    for name, attend in (("written", written_attention), ("fused", fused_attention)):
+    for name, attend in (("written", math_attention), ("fused", fused_attention)):
         ms, mib = [], []
         for T in LENGTHS:
             q, k, v = (torch.randn(1, 1, T, D_HEAD) for _ in range(3))
@@ -210,7 +210,7 @@ def _layers() -> dict:
         )
         attention = CausalMultiHeadAttention(D_LAYER, 1).double()
         x = torch.randn(SEQUENCES[-1], D_LAYER).double()
-    attention.ops = WRITTEN
+    attention.ops = MATH
     layers = {
         "recurrence": lambda x: recurrence(x, w, u),
         "convolution": lambda x: convolution(x, w_conv),

@@ -8,7 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from insight.lessons.lesson import Lesson, difference, seeded, train
 from model import collect_attention, functional
 from model.attention import CausalMultiHeadAttention
-from model.ops import WRITTEN
+from model.ops import MATH
 
 D_MODEL, N_HEADS = 16, (1, 2, 4, 8)
 SLOTS, VALUES = 16, 8  # of the matching task
@@ -91,7 +91,7 @@ def _fused_projections() -> float:
 def _flops(n_heads: int) -> int:
     """Of one forward of one row, in matrix products."""
     attention = CausalMultiHeadAttention(D_MODEL, n_heads)
-    attention.ops = WRITTEN
+    attention.ops = MATH
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         attention(torch.zeros(1, LENGTH, D_MODEL))
     return counter.get_total_flops()

@@ -9,7 +9,7 @@ from torch import Tensor
 from insight.lessons.lesson import Lesson, difference, seeded, train
 from model import GPT, ModelConfig, collect_attention, functional
 from model.hooks import attending
-from model.ops import WRITTEN
+from model.ops import MATH
 
 LENGTH = 5  # of the triangle
 N, CHOICES = 12, 3  # tokens of a small language, and how many may follow
@@ -191,7 +191,7 @@ def _last(text: Tensor, end: int) -> Tensor:
 def _see_everything(q, k, v, mask, bias, soft_cap, dropout_p):
     """Attention as it is written, behind a mask that hides nothing."""
     everything = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool)
-    return WRITTEN.attention(q, k, v, everything, bias, soft_cap, dropout_p)
+    return MATH.attention(q, k, v, everything, bias, soft_cap, dropout_p)
 
 
 def draw(numbers: dict, figure):

@@ -121,7 +121,7 @@ def losses(
     model: GPT,
     text,
     plan: Sequence[tuple[int, int, int]],
-    token_lengths: np.ndarray,
+    bytes_per_token: np.ndarray,
     documents: np.ndarray,
     decode: Callable[[Sequence[int]], str],
     *,
@@ -133,7 +133,7 @@ def losses(
 
     Args:
         text, plan, scoring: see score.
-        token_lengths (vocab,): bytes of text in each token.
+        bytes_per_token (vocab,): bytes of text in each token.
         documents: the first token of each document, ascending from 0.
         decode: tokens -> text, for what a document begins with.
         counts (vocab,): how often each token stands in the training text.
@@ -143,7 +143,7 @@ def losses(
     bin: `by_position`, `by_frequency`, `by_document`, `calibration`; `error` is the standard error of a loss, if tokens
     are taken as independent.
     """
-    breakdown = Breakdown(text, max(length for _, length, _ in plan), token_lengths, documents, counts, baseline)
+    breakdown = Breakdown(text, max(length for _, length, _ in plan), bytes_per_token, documents, counts, baseline)
     for some in score(model, text, plan, **scoring):
         breakdown.add(some)
     return breakdown.result(decode)
@@ -156,12 +156,12 @@ class Breakdown:
         self,
         text,
         longest: int,
-        token_lengths: np.ndarray,
+        bytes_per_token: np.ndarray,
         documents: np.ndarray,
         counts: np.ndarray | None,
         baseline: ngrams.NGrams | None,
     ):
-        self.text, self.token_lengths, self.documents, self.baseline = text, token_lengths, documents, baseline
+        self.text, self.bytes_per_token, self.documents, self.baseline = text, bytes_per_token, documents, baseline
         self.bands = None if counts is None else band(counts)
         self.by_position, self.by_document, self.by_confidence = Sums(longest + 1), Sums(len(documents)), Sums(BINS)
         self.by_frequency = None if self.bands is None else Sums(int(self.bands.max()) + 1)
@@ -174,7 +174,7 @@ class Breakdown:
             "squares": some.nats**2,
             "confidence": some.confidence,
             "correct": some.correct,
-            "bytes": self.token_lengths[some.tokens],
+            "bytes": self.bytes_per_token[some.tokens],
         }
         if self.baseline is not None:
             before = min(some.start, len(self.ngram_nats) - 1)
@@ -198,7 +198,7 @@ class Breakdown:
             "nats": float(self.by_position.of["nats"].sum()),
             "bytes": int(self.by_position.of["bytes"].sum()),
             "confidence": _confidence(self.by_confidence, everything)["confidence"],
-            "uniform_loss": math.log(len(self.token_lengths)),
+            "uniform_loss": math.log(len(self.bytes_per_token)),
             "ngram_losses": (self.ngram_nats / total["tokens"]).tolist(),  # of order 1, 2, ...
             "by_position": [{"seen": i, **self.by_position.means(i)} for i in range(1, self.by_position.n)],
             "by_document": by_document(self.by_document, self.text, self.documents, decode),

@@ -97,11 +97,11 @@ def hugging_face(model: GPT):
     shape |= {"intermediate_size": c.d_ff, "vocab_size": model.vocab_size, "rms_norm_eps": c.norm_eps}
     config = LlamaConfig(**shape, max_position_embeddings=c.max_seq_len, tie_word_embeddings=True, eos_token_id=None)
     other = LlamaForCausalLM(config).to(model.embedding.weight.device).eval()
-    others = {"attention_norm.gain": "input_layernorm", "feed_forward_norm.gain": "post_attention_layernorm"}
+    others = {"attention_norm.weight": "input_layernorm", "feed_forward_norm.weight": "post_attention_layernorm"}
     others |= {f"attention.w{x}.weight": f"self_attn.{x}_proj" for x in "qkvo"}
     others |= {f"feed_forward.{x}.weight": f"mlp.{x}_proj" for x in ("gate", "up", "down")}
     weights = {"model.embed_tokens.weight": model.embedding.weight, "lm_head.weight": model.head.weight}
-    weights["model.norm.weight"] = model.norm.gain
+    weights["model.norm.weight"] = model.norm.weight
     for i, block in enumerate(model.blocks):
         of_block = dict(block.named_parameters())
         weights |= {f"model.layers.{i}.{theirs}.weight": of_block[ours] for ours, theirs in others.items()}
@@ -128,16 +128,16 @@ def llama2c(checkout: Path, model: GPT, n: int, threads: int) -> Callable[[], fl
         return rearrange(weight, "(h two i) d -> (h i two) d", h=c.n_heads, two=2)
 
     pieces = [model.embedding.weight]
-    pieces += [block["attention_norm.gain"] for block in blocks]
+    pieces += [block["attention_norm.weight"] for block in blocks]
     pieces += [interleaved(block[f"attention.w{x}.weight"]) for x in "qk" for block in blocks]
     pieces += [block[f"attention.w{x}.weight"] for x in "vo" for block in blocks]
-    pieces += [block["feed_forward_norm.gain"] for block in blocks]
+    pieces += [block["feed_forward_norm.weight"] for block in blocks]
     pieces += [block[f"feed_forward.{x}.weight"] for x in ("gate", "down", "up") for block in blocks]
     rope = torch.zeros(c.max_seq_len, c.d_model // c.n_heads)  # tables that it skips
     header = [c.d_model, c.d_ff, c.n_layers, c.n_heads, c.n_heads, model.vocab_size, c.max_seq_len]
     with (folder / "model.bin").open("wb") as file:
         file.write(np.array(header, np.int32).tobytes())
-        for piece in [*pieces, model.norm.gain, rope]:
+        for piece in [*pieces, model.norm.weight, rope]:
             file.write(piece.detach().cpu().numpy().tobytes())
     command = [folder / "run", folder / "model.bin", "-t", "0", "-n", str(n), "-z", checkout / "tokenizer.bin"]
 

@@ -48,12 +48,12 @@ def learning(
         runs["inkling"].append(ours(settings, root / str(seed)))
 
     results = []
-    for name, unit in (("bits_per_byte", "bits per byte"), ("validation_loss", "nats per token"), ("seconds", "s")):
+    for name, unit in (("val_bpb", "bits per byte"), ("val_loss", "nats per token"), ("seconds", "s")):
         values = {who: [run[name] for run in of_one] for who, of_one in runs.items()}
         results.append(table(f"held-out text, {source}", unit, values, "nanoGPT" if peer else None, digits=4))
     print(f"inkling's loss on the last batches {[run['training_loss'] for run in runs['inkling']]}")
     if peer is not None:
-        goal = statistics.median(run["bits_per_byte"] for run in runs["nanoGPT"])
+        goal = statistics.median(run["val_bpb"] for run in runs["nanoGPT"])
         reached = [next((at for at, _, bits in run["curve"] if bits <= goal), math.inf) for run in runs["inkling"]]
         took = [run["seconds"] for run in runs["nanoGPT"]]
         what = f"seconds to {goal:.3f} bits per byte, evaluations included"
@@ -103,15 +103,15 @@ def ours(overrides: list[str], folder: Path) -> dict:
     folder.parent.mkdir(parents=True, exist_ok=True)
     curve = []
     for seconds, line in lines(command, Path.cwd(), folder.parent / f"{folder.name}.log"):
-        if found := re.search(r"^step +(\d+)/.*\(([\d.]+) bits per byte\)", line):
+        if found := re.search(r"^step +(\d+)/.*\(([\d.]+) bpb\)", line):
             curve.append((seconds, int(found[1]), float(found[2])))
             print(f"  {seconds:6.0f} s  {curve[-1][2]:.3f} bits per byte", file=sys.stderr)
     row = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
     tokens_per_step = row["tokens"] / row["step"]
     return {
         "seconds": seconds,
-        "bits_per_byte": row["bits_per_byte"],
-        "validation_loss": row["validation_loss"],
+        "val_bpb": row["val_bpb"],
+        "val_loss": row["val_loss"],
         "training_loss": row["loss"],
         "tokens": row["tokens"],
         "curve": [(s, step * tokens_per_step, bits) for s, step, bits in curve],
@@ -130,7 +130,7 @@ def nanogpt(checkout: Path, corpus: Corpus, seconds: float, seed: int, folder: P
     for name, part in (("train", corpus.train), ("val", corpus.validation)):
         part.read(0, len(part)).astype("uint16").tofile(text / f"{name}.bin")
     (text / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": corpus.tokenizer.vocab_size}))
-    size = corpus.tokenizer.token_lengths()[corpus.validation.read(0, len(corpus.validation))].sum()
+    size = corpus.tokenizer.bytes_per_token()[corpus.validation.read(0, len(corpus.validation))].sum()
     bits = len(corpus.validation) / size / math.log(2)  # per byte, for a nat per token
     # its seed stands as a number in its source
     source = re.sub(r"manual_seed\(\d+", f"manual_seed({1337 + seed}", (copy / "train.py").read_text())
@@ -162,13 +162,13 @@ def nanogpt(checkout: Path, corpus: Corpus, seconds: float, seed: int, folder: P
         model,
         corpus.validation.read,
         len(corpus.validation),
-        corpus.tokenizer.token_lengths(),
+        corpus.tokenizer.bytes_per_token(),
         seq_len=NANOGPT["block_size"],
     )
     return {
         "seconds": took,
-        "bits_per_byte": result.bits_per_byte,
-        "validation_loss": result.loss,
+        "val_bpb": result.bits_per_byte,
+        "val_loss": result.loss,
         "tokens": iterations * NANOGPT["batch_size"] * NANOGPT["block_size"],
         "curve": curve,
     }

@@ -26,7 +26,7 @@ SHAPES = {  # of models, and of the batches that they get
     "medium": {"d_model": 384, "n_layers": 6, "n_heads": 6, "vocabulary": 65, "rows": 8, "seq_len": 256},
     "gpt2": {"d_model": 768, "n_layers": 12, "n_heads": 12, "vocabulary": 50304, "rows": 16, "seq_len": 1024},
 }
-RATES = dict.fromkeys(("lr", "lr_embedding", "lr_head", "lr_gain"), 1e-3)
+RATES = dict.fromkeys(("lr", "lr_embedding", "lr_head", "lr_norm"), 1e-3)
 
 
 class Shape:

@@ -44,7 +44,7 @@ class Case:
 
     def label(self, token: int) -> str:
         text = maps.visible(self.tokenizer.token_bytes(token))
-        return text or ("<end>" if token == self.tokenizer.end_of_text else f"<{token}>")
+        return text or ("<end>" if token == self.tokenizer.eos_id else f"<{token}>")
 
     def best(self, logits: Tensor) -> str:
         """The most likely token of logits (1 vocab), and its probability."""

@@ -104,7 +104,7 @@ def packed(seq_len=10):
     """Documents whose tokens are 100 d + place, each ended by 9999."""
 
     class Ended:
-        end_of_text = 9999
+        eos_id = 9999
         document_bounds = ByteTokenizer.document_bounds
 
     text = [np.append(100 * d + np.arange(n - 1), 9999) for d, n in enumerate(LENGTHS)]

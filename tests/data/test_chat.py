@@ -209,7 +209,7 @@ def test_validation_counts_answers_and_their_bytes_only():
     corpus = prepare(settings_of(), BYTES)
     text = corpus.validation
     model = GPT(257, ModelConfig(d_model=16, n_layers=1, n_heads=2, d_ff=32, max_seq_len=16))
-    lengths = corpus.tokenizer.token_lengths()
+    lengths = corpus.tokenizer.bytes_per_token()
     for limit in (None, 16):
         result = evaluate(model, text.read, len(text), lengths, learned=text.learned, seq_len=16, limit=limit)
         assert result.tokens > 0 and np.isfinite(result.loss)
@@ -225,7 +225,7 @@ def test_the_end_of_an_answer_is_learned_with_any_tokenizer(llama_tokenizer, beg
     tokenizer = read_json("tokenizer.json", beginning, "</s>")
     text, spans = chat.render([("user", "the heat"), ("assistant", "eats the hat")], TEMPLATE)
     ids, learned = chat.encode(text, spans, tokenizer)
-    assert ids[-1] == tokenizer.end_of_text and learned[-1]
+    assert ids[-1] == tokenizer.eos_id and learned[-1]
     assert ids[~learned].tolist() == tokenizer.prompt("User: the heat\nAssistant:")
     assert tokenizer.decode(ids[learned]).strip() == "eats the hat"
 

@@ -18,7 +18,7 @@ def tokenizer(request, llama_tokenizer):
         "bytes": ByteTokenizer,
         "chars": lambda: CharacterTokenizer(TEXT),
         "bpe": lambda: bpe,
-        "json of bpe": lambda: JSONTokenizer(bpe.to_json(), None, [bpe.end_of_text]),
+        "json of bpe": lambda: JSONTokenizer(bpe.to_json(), None, [bpe.eos_id]),
         "json of llama": lambda: JSONTokenizer(llama_tokenizer, 1, [2]),
     }[request.param]()
 

@@ -31,7 +31,7 @@ def test_a_corpus_holds_its_documents_with_end_of_text_between(data):
     corpus = prepare(data, BYTES)
     assert len(corpus.train) == 4 * 551 and len(corpus.validation) == 551
     assert corpus.tokenizer.decode(corpus.validation.read(0, 550)) == "document 3\n" * 50
-    assert corpus.validation.read(550, 1)[0] == corpus.tokenizer.end_of_text
+    assert corpus.validation.read(550, 1)[0] == corpus.tokenizer.eos_id
     assert corpus.manifest["dtype"] == "uint16"
     assert corpus.manifest["splits"]["train"]["bytes"] == 4 * 550
 
@@ -67,7 +67,7 @@ def test_special_tokens_in_a_text_are_tokens_where_asked_for_and_else_a_line_say
     assert [int(id) for id in ids if id in (end, user, bot)] == [user, bot, user, end, end]
     assert corpus.tokenizer.decode(ids) == "<|user|>say 3<|bot|>é<|user|>noanother one\n"
     held = corpus.manifest["splits"]["validation"]
-    assert held["documents"] == 2 and held["bytes"] == corpus.tokenizer.token_lengths()[ids].sum()
+    assert held["documents"] == 2 and held["bytes"] == corpus.tokenizer.bytes_per_token()[ids].sum()
     assert set(plain.train.read(0, len(plain.train))).isdisjoint(range(end + 1, user + 2))
     again = prepare(data, prepare_module.saved_tokenizer(corpus.folder / "tokenizer"))
     assert again.fingerprint() == corpus.fingerprint()
@@ -75,7 +75,7 @@ def test_special_tokens_in_a_text_are_tokens_where_asked_for_and_else_a_line_say
 
 def test_names_that_a_tokenizer_json_does_not_have_are_refused_where_they_shall_be_tokens(llama_tokenizer):
     Path("tokenizer.json").write_text(llama_tokenizer)
-    settings = replace(BYTES, kind="json", path="tokenizer.json", beginning="<s>")
+    settings = replace(BYTES, kind="json", path="tokenizer.json", bos_token="<s>")
     for special, message in ((["</s>", "<|user|>"], "<|user|> is none of"), (["</s>", "<unk>"], None)):
         assert not prepare_module.make_tokenizer(replace(settings, special=special), [], []).parse_special
         parsed = replace(settings, special=special, parse_special=True)
@@ -418,7 +418,7 @@ def test_the_size_of_a_vocabulary_is_known_before_the_text(tmp_path, llama_token
     (tmp_path / "tokenizer.json").write_text(llama_tokenizer)
     ByteTokenizer().save(tmp_path / "saved")
     path = {"json": "tokenizer.json", "saved": "saved"}.get(kind)
-    tokenizer = replace(BYTES, kind=kind, vocab_size=300, pattern=".", path=path, special=["</s>"], beginning="<s>")
+    tokenizer = replace(BYTES, kind=kind, vocab_size=300, pattern=".", path=path, special=["</s>"], bos_token="<s>")
     size, _ = planned_vocabulary(FILES, tokenizer)
     assert size == {"bytes": 257, "bpe": 300, "json": 267, "saved": 257}[kind]
 

@@ -38,9 +38,9 @@ every_tokenizer = pytest.mark.parametrize("tokenizer", TOKENIZERS.values(), ids=
 def test_text_comes_back_exactly_and_special_looking_text_is_text(tokenizer):
     tokens = tokenizer.encode(TEXT)
     assert tokenizer.decode(tokens) == TEXT
-    assert tokenizer.end_of_text not in tokens
+    assert tokenizer.eos_id not in tokens
     assert 0 <= tokens.min() and tokens.max() < tokenizer.vocab_size
-    assert tokenizer.token_lengths()[tokens].sum() == len(TEXT.encode())
+    assert tokenizer.bytes_per_token()[tokens].sum() == len(TEXT.encode())
 
 
 @pytest.mark.parametrize("tokenizer", [TOKENIZERS["bytes"], TOKENIZERS["bpe"]], ids=["bytes", "bpe"])
@@ -88,7 +88,7 @@ def test_tiktoken_and_the_trainer_agree():
 def test_a_short_text_gives_the_tokens_that_it_has():
     tokenizer = train_bpe(["abab"], 5000, PATTERN, ["<|endoftext|>"])
     assert 257 < tokenizer.vocab_size < 262
-    assert tokenizer.end_of_text == tokenizer.vocab_size - 1
+    assert tokenizer.eos_id == tokenizer.vocab_size - 1
     assert tokenizer.decode(tokenizer.encode(TEXT)) == TEXT
 
 
@@ -107,7 +107,7 @@ def test_special_tokens_come_last_and_are_tokens_only_where_asked_for():
     assert asked.documents([text, "a", text]).tolist() == [*expected, 299, *asked.encode("a"), 299, *expected, 299]
     shown = text.replace("<|endoftext|>", "")
     assert asked.decode(expected) == "".join(asked.stream(expected, after=[299])) == shown
-    assert asked.token_lengths()[expected].sum() == len(shown)
+    assert asked.bytes_per_token()[expected].sum() == len(shown)
     assert asked.stops == {299}
 
 
@@ -148,14 +148,14 @@ def test_a_folder_without_a_tokenizer_is_named(tmp_path):
 
 def test_an_empty_prompt_starts_from_end_of_text():
     for tokenizer in TOKENIZERS.values():
-        assert tokenizer.prompt("") == [tokenizer.end_of_text]
+        assert tokenizer.prompt("") == [tokenizer.eos_id]
         assert tokenizer.prompt("be") == tokenizer.encode("be").tolist()
 
 
 def test_end_of_text_is_the_last_id_and_stands_for_no_bytes():
     for tokenizer in TOKENIZERS.values():
-        assert tokenizer.end_of_text == tokenizer.vocab_size - 1
-        assert tokenizer.token_bytes(tokenizer.end_of_text) == b""
+        assert tokenizer.eos_id == tokenizer.vocab_size - 1
+        assert tokenizer.token_bytes(tokenizer.eos_id) == b""
     assert isinstance(TOKENIZERS["bpe"], BPETokenizer)
 
 
@@ -175,21 +175,21 @@ def byte_level():
         vocab_size=300, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet, show_progress=False
     )
     tokenizer.train_from_iterator([TEXT], trainer)
-    return JSONTokenizer(tokenizer.to_str(), beginning=0, ends=[0])
+    return JSONTokenizer(tokenizer.to_str(), bos_id=0, eos_ids=[0])
 
 
 @pytest.fixture(params=["byte level", "llama"])
 def other(request, byte_level, llama_tokenizer):
-    return byte_level if request.param == "byte level" else JSONTokenizer(llama_tokenizer, beginning=1, ends=[2])
+    return byte_level if request.param == "byte level" else JSONTokenizer(llama_tokenizer, bos_id=1, eos_ids=[2])
 
 
 def test_anothers_tokenizer_brings_text_back(other):
     tokens = other.encode(TEXT)
     assert other.decode(tokens) == TEXT
-    assert other.end_of_text not in tokens and other.beginning not in tokens
+    assert other.eos_id not in tokens and other.bos_id not in tokens
     assert 0 <= tokens.min() and tokens.max() < other.vocab_size
-    added = 1 if other.beginning == 1 else 0  # the space that Llama's puts in front
-    assert other.token_lengths()[tokens].sum() == len(TEXT.encode()) + added
+    added = 1 if other.bos_id == 1 else 0  # the space that Llama's puts in front
+    assert other.bytes_per_token()[tokens].sum() == len(TEXT.encode()) + added
     assert b"".join(other.token_bytes(token) for token in tokens).decode() == " " * added + TEXT
 
 
@@ -201,13 +201,13 @@ def test_anothers_special_tokens_are_text_in_a_text(other):
 
 
 def test_anothers_special_tokens_are_tokens_where_asked_for(other):
-    asked = JSONTokenizer(other.content, other.beginning, other.ends, parse_special=True)
+    asked = JSONTokenizer(other.content, other.bos_id, other.eos_ids, parse_special=True)
     for name in asked.special:
         text = f"the{name}hat{name}the"
         tokens = asked.encode(text).tolist()
         assert tokens.count(asked.special[name]) == 2
-        assert asked.prompt(text) == [asked.beginning, *tokens]
-        assert list(asked.documents([text]))[: len(tokens) + 1] == [asked.beginning, *tokens]
+        assert asked.prompt(text) == [asked.bos_id, *tokens]
+        assert list(asked.documents([text]))[: len(tokens) + 1] == [asked.bos_id, *tokens]
         hidden = asked.special[name] in asked.stops
         assert asked.decode(tokens).count(name) == (0 if hidden else 2)
         assert "".join(asked.stream(tokens, after=asked.prompt(""))) == asked.decode(tokens)
@@ -216,7 +216,7 @@ def test_anothers_special_tokens_are_tokens_where_asked_for(other):
 
 def test_anothers_stream_loses_no_space_and_shows_no_half_character(other):
     prompt = other.prompt("the hat")
-    assert prompt[0] == other.beginning
+    assert prompt[0] == other.bos_id
     tokens = other.encode("the hat the 💡 é the")[len(prompt) - 1 :].tolist()
     pieces = list(other.stream(tokens, after=prompt))
     assert "".join(pieces) == " the 💡 é the"
@@ -233,17 +233,17 @@ def test_anothers_truncation_and_padding_do_not_apply(llama_tokenizer):
     content["truncation"] = {"max_length": 5, "strategy": "LongestFirst", "stride": 0, "direction": "Right"}
     content["padding"] = {"strategy": {"Fixed": 50}, "direction": "Right", "pad_id": 0, "pad_type_id": 0}
     content["padding"] |= {"pad_to_multiple_of": None, "pad_token": "<unk>"}
-    tokenizer = JSONTokenizer(json.dumps(content), beginning=1, ends=[2])
+    tokenizer = JSONTokenizer(json.dumps(content), bos_id=1, eos_ids=[2])
     for text in ("the", TEXT):
         assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
 def test_anothers_documents_begin_with_its_start_token_and_end_at_any_of_its_ends(llama_tokenizer):
-    tokenizer = JSONTokenizer(llama_tokenizer, beginning=1, ends=[2, 0])
+    tokenizer = JSONTokenizer(llama_tokenizer, bos_id=1, eos_ids=[2, 0])
     assert tokenizer.document("the").tolist() == [1, *tokenizer.encode("the")]
     assert tokenizer.stops == {0, 1, 2}
     with pytest.raises(ValueError, match="below 267, got 267"):
-        JSONTokenizer(llama_tokenizer, beginning=1, ends=[267])
+        JSONTokenizer(llama_tokenizer, bos_id=1, eos_ids=[267])
     with pytest.raises(ValueError, match="surrogates not allowed"):
         tokenizer.prompt("\ud800")
 
@@ -252,7 +252,7 @@ def test_anothers_added_tokens_stand_for_their_text(byte_level):
     content = json.loads(byte_level.content)
     token = {**content["added_tokens"][0], "id": 300, "content": "   \N{EM SPACE}", "special": False}
     content["added_tokens"].append(token)
-    tokenizer = JSONTokenizer(json.dumps(content), beginning=0, ends=[0])
+    tokenizer = JSONTokenizer(json.dumps(content), bos_id=0, eos_ids=[0])
     assert tokenizer.vocab_size == 301
     assert tokenizer.token_bytes(300) == "   \N{EM SPACE}".encode()
 
@@ -263,7 +263,7 @@ def test_anothers_saved_tokenizer_is_the_same_tokenizer(other, tmp_path):
     assert again.fingerprint() == other.fingerprint()
     assert np.array_equal(again.encode(TEXT), other.encode(TEXT))
     assert again.stops == other.stops
-    assert JSONTokenizer(other.content, 3, other.ends).fingerprint() != other.fingerprint()
+    assert JSONTokenizer(other.content, 3, other.eos_ids).fingerprint() != other.fingerprint()
 
 
 # --- what others make of the same vocabulary -------------------------------------------------------------------------
@@ -305,7 +305,7 @@ def test_the_exported_tokenizer_gives_the_same_ids(tokenizer):
             text = "".join(c for c in text if c in tokenizer.characters)
         assert other.encode(text, add_special_tokens=False).ids == tokenizer.encode(text).tolist(), repr(text)
         assert other.decode(tokenizer.encode(text).tolist()) == text
-    assert other.token_to_id("<|endoftext|>") == tokenizer.end_of_text
+    assert other.token_to_id("<|endoftext|>") == tokenizer.eos_id
     assert other.get_vocab_size() == tokenizer.vocab_size
 
 
@@ -387,7 +387,7 @@ def test_a_named_encoding_comes_from_the_cache(tmp_path, monkeypatch):
     tokenizer = named_encoding("made_up")
     assert tokenizer.encode("the thé").tolist() == tiktoken.get_encoding("made_up").encode("the thé")
     assert tokenizer.encode("the").tolist() == [258]
-    assert tokenizer.end_of_text == 256 and tokenizer.vocab_size == 301
+    assert tokenizer.eos_id == 256 and tokenizer.vocab_size == 301
     assert [tokenizer.token_bytes(id) for id in (256, 257, 258, 280, 300)] == [b"", b"", b"the", b"", b""]
     tokenizer.save(tmp_path / "saved")  # whole by itself, without the cache
     again = load_tokenizer(tmp_path / "saved")
@@ -423,7 +423,7 @@ def test_special_tokens_of_a_tokenizer_json_are_given_by_name(tmp_path, llama_to
     path = tmp_path / "tokenizer.json"
     path.write_text(llama_tokenizer)
     tokenizer = read_json(path, "<s>", "</s>")
-    assert (tokenizer.beginning, tokenizer.ends) == (1, [2])
+    assert (tokenizer.bos_id, tokenizer.eos_ids) == (1, [2])
     assert tokenizer.document("the").tolist() == [1, *tokenizer.encode("the")]
     ended = read_json(path, None, "</s>")
     assert ended.document("the").tolist() == [*ended.encode("the"), 2]

@@ -32,9 +32,9 @@ from training.optimizer import OptimizerConfig
 TEXT = "In the beginning there was a small model, and it read what it was given, one letter after the other. " * 4
 CHARACTERS = CharacterTokenizer(TEXT)
 IDS = torch.from_numpy(CHARACTERS.encode(TEXT).astype("int64"))
-RATES = dict.fromkeys(("lr", "lr_embedding", "lr_head", "lr_gain"), 3e-3)
-ADAMW = {"name": "adamw", **RATES, "betas": [0.9, 0.99], "eps": 1e-8, "weight_decay": 0.1, "clip": 1.0}
-MUON_RATES = {"lr": 0.02, "lr_embedding": 1e-2, "lr_head": 1e-2, "lr_gain": 3e-3}
+RATES = dict.fromkeys(("lr", "lr_embedding", "lr_head", "lr_norm"), 3e-3)
+ADAMW = {"name": "adamw", **RATES, "betas": [0.9, 0.99], "eps": 1e-8, "weight_decay": 0.1, "grad_clip": 1.0}
+MUON_RATES = {"lr": 0.02, "lr_embedding": 1e-2, "lr_head": 1e-2, "lr_norm": 3e-3}
 MUON = ADAMW | {"name": "muon", "betas": [0.8, 0.95], "momentum": 0.9, "weight_decay": 0.0} | MUON_RATES
 AS_THE_DEFAULT = {"embedding_norm": True, "zero_init": True, "qk_norm": True, "n_kv_heads": None}
 
@@ -388,23 +388,19 @@ class Fault(NamedTuple):
     seed: Seed
 
 
-WRITTEN, FUSED = "written_attention", "fused_attention (layer 0, 1)"
+MATH, FUSED = "math_attention", "fused_attention (layer 0, 1)"
 NOT_FINITE = "numbers that are not finite"
 ROPE, ATTENTION = RotaryPositionalEmbedding, CausalMultiHeadAttention
 
 FAULTS = {
     "written: no 1/sqrt(d)": Fault(
-        "scores", WRITTEN, "not divided by sqrt(d_head)", written(q=lambda q: q * math.sqrt(q.shape[-1]))
+        "scores", MATH, "not divided by sqrt(d_head)", written(q=lambda q: q * math.sqrt(q.shape[-1]))
     ),
     "fused: no 1/sqrt(d)": Fault("scores", FUSED, "not divided by sqrt(d_head)", fused(unscaled)),
-    "1/d": Fault("scores", WRITTEN, "q k^T times 0.125", written(q=lambda q: q / math.sqrt(q.shape[-1]))),
-    "mask inverted": Fault("masked weights", WRITTEN, "the mask is inverted", written(mask=torch.logical_not)),
-    "softmax over queries": Fault(
-        "row sums", WRITTEN, "the softmax runs over the queries", softmax(dim=lambda dim: -2)
-    ),
-    "written: -1e4": Fault(
-        "masked weights", WRITTEN, "a finite number hides it", softmax(x=lambda x: x.clamp(min=-1e4))
-    ),
+    "1/d": Fault("scores", MATH, "q k^T times 0.125", written(q=lambda q: q / math.sqrt(q.shape[-1]))),
+    "mask inverted": Fault("masked weights", MATH, "the mask is inverted", written(mask=torch.logical_not)),
+    "softmax over queries": Fault("row sums", MATH, "the softmax runs over the queries", softmax(dim=lambda dim: -2)),
+    "written: -1e4": Fault("masked weights", MATH, "a finite number hides it", softmax(x=lambda x: x.clamp(min=-1e4))),
     "fused with a bias: -1e4": Fault(
         "masked weights",
         "fused_attention",
@@ -463,20 +459,20 @@ FAULTS = {
         "transposed before wo",
         replaced(ATTENTION, "forward", output_dealt_out),
     ),
-    "k not transposed": Fault("scores", WRITTEN, "k is not transposed", written(k=lambda k: k.mT)),
-    "key heads in turn": Fault("scores", WRITTEN, "take key heads in turn", written(k=in_turn, v=in_turn)),
+    "k not transposed": Fault("scores", MATH, "k is not transposed", written(k=lambda k: k.mT)),
+    "key heads in turn": Fault("scores", MATH, "take key heads in turn", written(k=in_turn, v=in_turn)),
     "one head three times as sharp": Fault(
         "scores",
-        WRITTEN,
+        MATH,
         "not q k^T / sqrt(d_head) in head 2",
         written(q=lambda q: q * torch.tensor([1.0, 1.0, 3.0, 1.0]).view(4, 1, 1)),
     ),
     "the bias twice": Fault(
-        "scores", WRITTEN, "the bias is added 2 times", written(bias=lambda bias: None if bias is None else 2 * bias)
+        "scores", MATH, "the bias is added 2 times", written(bias=lambda bias: None if bias is None else 2 * bias)
     ),
     "a soft cap of one": Fault(
         "values",
-        "written_attention",
+        "math_attention",
         "not bounded as cap * tanh",
         replaced(functional, "scaled_dot_product_attention", cap_of_one, {"soft_cap": 2.0}),
     ),
@@ -524,14 +520,14 @@ FAULTS = {
         replaced(ROPE, "_apply", lambda right, *arguments: nn.Module._apply(*arguments)),
     ),
     "an all-masked row: the maximum": Fault(
-        "all-masked row", WRITTEN, NOT_FINITE, replaced(functional, "softmax", unguarded_maximum)
+        "all-masked row", MATH, NOT_FINITE, replaced(functional, "softmax", unguarded_maximum)
     ),
     "an all-masked row: the sum": Fault(
-        "all-masked row", WRITTEN, NOT_FINITE, replaced(functional, "softmax", unguarded_sum)
+        "all-masked row", MATH, NOT_FINITE, replaced(functional, "softmax", unguarded_sum)
     ),
     "an all-masked row: a finite minimum": Fault(
         "all-masked row",
-        WRITTEN,
+        MATH,
         "a mean of what is hidden",
         softmax(x=lambda x: x.clamp(min=torch.finfo(x.dtype).min)),
     ),
@@ -600,7 +596,7 @@ FAULTS = {
     "a head that begins too large": Fault("first loss", "head", "above ln(", damaged(large_head)),
     "a branch without gradient": Fault(
         "gradients",
-        "blocks.0.attention_norm.gain and",
+        "blocks.0.attention_norm.weight and",
         "no gradient reaches it",
         returned(ATTENTION, "forward", Tensor.detach),
     ),

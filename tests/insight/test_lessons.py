@@ -273,7 +273,7 @@ FAULTS = [
     (
         "cost",
         {
-            "insight.lessons.cost.fused_attention": cost.written_attention,
+            "insight.lessons.cost.fused_attention": cost.math_attention,
             "insight.lessons.cost.recurrence": all_at_once,
             **SHORT,
         },

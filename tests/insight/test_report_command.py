@@ -88,7 +88,7 @@ def test_more_than_this_machine_holds_is_refused_before_it_is_taken(
         ["tokenizer=bytes"],
         ["tokenizer=chars"],
         ["tokenizer=bpe", "tokenizer.vocab_size=300"],
-        ["tokenizer=json", "tokenizer.path=tokenizer.json", "tokenizer.beginning='<s>'", "tokenizer.special=['</s>']"],
+        ["tokenizer=json", "tokenizer.path=tokenizer.json", "tokenizer.bos_token='<s>'", "tokenizer.special=['</s>']"],
     ],
 )
 def test_the_report_knows_every_kind_of_tokenizer(trained, settings, tokenizer):
@@ -101,7 +101,7 @@ def test_the_report_knows_every_kind_of_tokenizer(trained, settings, tokenizer):
     json.dumps(figures, allow_nan=False)
     assert figures["training_tokens"] == figures["ngram_tokens"] == len(corpus.train)
     assert figures["tokens"] == len(corpus.validation) - 1
-    assert figures["bytes"] == known.token_lengths()[corpus.validation.read(1, figures["tokens"])].sum()
+    assert figures["bytes"] == known.bytes_per_token()[corpus.validation.read(1, figures["tokens"])].sum()
     assert figures["loss"] > min(figures["ngram_losses"])  # the weights are random, the text is not
     assert figures["by_document"]["documents"][0]["begins"].startswith("the 0 cats")
     assert figures["copying"]["prompt_tokens"] == 16

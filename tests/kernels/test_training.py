@@ -104,27 +104,27 @@ def test_no_query_knows_of_later_keys(first):
 @pytest.mark.parametrize("d", [2, 6, 10, 16, 32, 70])
 def test_heads_are_normed_and_rotated(d, own_positions, pairing):
     """Whether they lie in memory as a projection leaves them, (b s h d), or in any other order."""
-    gain = torch.randn(d)
+    weight = torch.randn(d)
     cos, sin = torch.randn(2, *((2, 1, 70, d // 2) if own_positions else (70, d // 2)))
 
-    def paper(x, gain):
-        return functional.rotate(functional.rms_norm(x, gain), cos.to(x.dtype), sin.to(x.dtype), pairing)
+    def paper(x, weight):
+        return functional.rotate(functional.rms_norm(x, weight), cos.to(x.dtype), sin.to(x.dtype), pairing)
 
-    def kernel(x, gain):
-        return leaf("rotate")(leaf("rms_norm")(x, gain), cos, sin, pairing)
+    def kernel(x, weight):
+        return leaf("rotate")(leaf("rms_norm")(x, weight), cos, sin, pairing)
 
     for axes in ((0, 2, 1, 3), (0, 1, 2, 3), (3, 1, 2, 0)):
         shape = [(2, 3, 70, d)[axis] for axis in axes]
         x = torch.randn(shape).permute(*(axes.index(axis) for axis in range(4)))
         assert x.shape == (2, 3, 70, d)
-        same(kernel, paper, x, gain)
+        same(kernel, paper, x, weight)
         same(lambda x: leaf("rotate")(x, cos, sin, pairing), lambda x: functional.rotate(x, cos, sin, pairing), x)
 
 
 @pytest.mark.parametrize("shape", [(1, 2), (3, 7), (200, 128), (5, 30, 33)], ids=str)
 def test_norms(shape):
-    x, gain = torch.randn(shape), torch.randn(shape[-1])
-    same(lambda x, g: leaf("rms_norm")(x, g, 0.1), lambda x, g: functional.rms_norm(x, g, 0.1), x, gain)
+    x, weight = torch.randn(shape), torch.randn(shape[-1])
+    same(lambda x, g: leaf("rms_norm")(x, g, 0.1), lambda x, g: functional.rms_norm(x, g, 0.1), x, weight)
 
 
 @pytest.mark.parametrize("shape", [(1, 2), (3, 7), (200, 128), (5, 30, 33)], ids=str)
@@ -243,10 +243,10 @@ def test_many_logits_never_exist_all_at_once():
 
 def test_threads_change_nothing():
     """Bit for bit, and so from run to run."""
-    x, targets, gain = torch.randn(301, 130), torch.randint(301, (301,)), torch.randn(130)
+    x, targets, weight = torch.randn(301, 130), torch.randint(301, (301,)), torch.randn(130)
 
     def everything():
-        leaves = [tensor.clone().requires_grad_() for tensor in (x, gain)]
+        leaves = [tensor.clone().requires_grad_() for tensor in (x, weight)]
         heads = leaf("rms_norm")(*leaves).view(7, 43, 5, 26).transpose(1, 2)
         heads = leaf("rotate")(heads, x[:43, :13], x[:43, 13:26])
         y = attention(heads, heads, heads).transpose(1, 2).reshape(301, 130)

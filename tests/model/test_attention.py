@@ -9,7 +9,7 @@ from model import collect_attention
 from model.attention import CausalMultiHeadAttention
 from model.cache import KVCache
 from model.functional import attention_mask, causal_mask, scaled_dot_product_attention
-from model.ops import BACKENDS, TORCH, WRITTEN, fused_attention, written_attention
+from model.ops import BACKENDS, MATH, TORCH, fused_attention, math_attention
 from model.positions import ALiBi
 
 PROJECTIONS = ("wq", "wk", "wv", "wo")
@@ -132,7 +132,7 @@ def test_qk_norm_makes_the_size_of_queries_and_keys_irrelevant():
 def test_the_work_does_not_depend_on_the_number_of_heads():
     def flops(n_heads: int) -> int:
         module = CausalMultiHeadAttention(64, n_heads)
-        module.ops = WRITTEN  # the counter does not know the CPU's fused kernel
+        module.ops = MATH  # the counter does not know the CPU's fused kernel
         with FlopCounterMode(display=False) as counter:
             module(torch.randn(2, 32, 64))
         return counter.get_total_flops()
@@ -160,7 +160,7 @@ VARIANTS = {
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_fused_and_written_agree_in_values_and_gradients(n_kv_heads, variant):
     module, x, results = attention(n_kv_heads=n_kv_heads, qk_norm=True), some(), []
-    for module.ops in (TORCH, WRITTEN):
+    for module.ops in (TORCH, MATH):
         module.zero_grad()
         y = module(x, **VARIANTS[variant])
         y.square().sum().backward()
@@ -179,7 +179,7 @@ def test_fused_is_written_for_every_type_of_number(dtype, heads, variant):
     if given["mask"] is not None and given["mask"].ndim == 3:
         given["mask"] = given["mask"].unsqueeze(1)
     upstream, results = torch.randn(2, 4, 9, 8).to(dtype), []
-    for attend in (fused_attention, written_attention):
+    for attend in (fused_attention, math_attention):
         y, _ = attend(q, *kv, **given, soft_cap=None, dropout_p=0.0)
         results.append([y, *torch.autograd.grad(y, [q, *kv], upstream)])
     tolerance = {torch.bfloat16: 5e-2, torch.float16: 5e-3, torch.float32: 1e-5, torch.float64: 1e-12}[dtype]
@@ -247,7 +247,7 @@ def test_a_soft_cap_bounds_the_weights():
     assert (last.amax(-1) / last.amin(-1)).max() <= math.exp(2.0) * (1 + 1e-9)
     weights = maps[0].detach()
     v = rearrange(module.wv(x), "b s (h d) -> b h s d", h=4)
-    for module.ops in (TORCH, WRITTEN):  # torch's kernel has none, and is not asked
+    for module.ops in (TORCH, MATH):  # torch's kernel has none, and is not asked
         torch.testing.assert_close(module.wo(rearrange(weights @ v, "b h s d -> b s (h d)")), module(x))
 
 

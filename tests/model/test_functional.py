@@ -349,13 +349,13 @@ def test_what_is_hidden_is_hidden_however_bad_the_rest():
 
 
 def test_rms_norm_is_torchs():
-    x, gain = torch.randn(2, 3, 8), torch.randn(8)
-    torch.testing.assert_close(rms_norm(x, gain), F.rms_norm(x, (8,), gain, 1e-6))
+    x, weight = torch.randn(2, 3, 8), torch.randn(8)
+    torch.testing.assert_close(rms_norm(x, weight), F.rms_norm(x, (8,), weight, 1e-6))
 
 
 def test_layer_norm_is_torchs():
-    x, gain, bias = torch.randn(2, 3, 8), torch.randn(8), torch.randn(8)
-    torch.testing.assert_close(layer_norm(x, gain, bias), F.layer_norm(x, (8,), gain, bias, 1e-5))
+    x, weight, bias = torch.randn(2, 3, 8), torch.randn(8), torch.randn(8)
+    torch.testing.assert_close(layer_norm(x, weight, bias), F.layer_norm(x, (8,), weight, bias, 1e-5))
 
 
 @pytest.mark.parametrize("dtype", HALF)

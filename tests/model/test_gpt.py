@@ -7,7 +7,7 @@ from architectures import ARCHITECTURES
 
 from model import GPT, ModelConfig, collect_attention, generate
 from model.feed_forward import FEED_FORWARDS
-from model.ops import BACKENDS, TORCH, WRITTEN
+from model.ops import BACKENDS, MATH, TORCH
 from model.positions import SCALINGS, SCHEMES
 
 architectures = pytest.mark.parametrize("arguments", ARCHITECTURES, ids=str)
@@ -18,7 +18,7 @@ def unmask(model):
     """Lets every token see every other, the future too."""
 
     def attend(q, k, v, mask, *rest):
-        return WRITTEN.attention(q, k, v, torch.ones(q.shape[2], k.shape[2], dtype=torch.bool), *rest)
+        return MATH.attention(q, k, v, torch.ones(q.shape[2], k.shape[2], dtype=torch.bool), *rest)
 
     model.use(replace(TORCH, attention=attend))
     return model

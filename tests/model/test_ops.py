@@ -12,9 +12,9 @@ from kernels import build
 from kernels.decoding import pack_for_decoding
 from kernels.training import with_kernels
 from model import attention, feed_forward, functional, generate, gpt, norm, positions
-from model.ops import TORCH, WRITTEN
+from model.ops import MATH, TORCH
 
-BACKENDS = ["written", "torch", pytest.param("kernels", marks=needs_compiler)]
+BACKENDS = ["math", "torch", pytest.param("kernels", marks=needs_compiler)]
 backends = pytest.mark.parametrize("backend", BACKENDS)
 
 
@@ -22,7 +22,7 @@ def table(backend: str):
     if backend == "kernels":
         build.load_kernels()
         return with_kernels(TORCH)
-    return {"written": WRITTEN, "torch": TORCH}[backend]
+    return {"math": MATH, "torch": TORCH}[backend]
 
 
 def batch(rows=4, length=30):
@@ -54,7 +54,7 @@ def test_every_backend_computes_what_is_written(small, arguments, backend):
     """Loss and gradients in float32, logits with a cache and without, text, and names of weights."""
     written, other = small(**arguments).float(), small(**arguments).float()
     other.load_state_dict(written.state_dict())
-    written.use(WRITTEN)
+    written.use(MATH)
     other.use(table(backend))
     for given in GIVEN.values():
         expected = learned(written, **batch(), **given)
@@ -103,7 +103,7 @@ def edit(monkeypatch, owner, method):
 
 def check_that_it_learns_as_written(model, forward):
     """Loss and gradients of `forward`, which is `model` or made of it, are those of the written-out backend."""
-    written = copy_with(model, WRITTEN)
+    written = copy_with(model, MATH)
     expected, loss = learned(written, **batch())["loss"], learned_by(forward, model)
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
     for (name, p), q in zip(model.named_parameters(), written.parameters(), strict=True):
@@ -187,8 +187,8 @@ def test_a_model_is_given_its_table_as_a_whole(small):
         "Dropout",
     }
     assert {module.ops for module in asks} == {TORCH}
-    model.use(WRITTEN)
-    assert {module.ops for module in asks} == {WRITTEN}
+    model.use(MATH)
+    assert {module.ops for module in asks} == {MATH}
     assert small().ops == TORCH
 
 

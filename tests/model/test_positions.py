@@ -10,7 +10,7 @@ from model.positions import (
     LearnedPositionalEmbedding,
     RotaryPositionalEmbedding,
     SinusoidalPositionalEmbedding,
-    rope_speeds,
+    rope_frequencies,
 )
 
 
@@ -141,8 +141,8 @@ def test_interpolation_squeezes_positions_into_the_trained_range():
 
 
 def test_ntk_slows_the_slowest_pair_by_the_factor_and_the_fastest_not_at_all():
-    plain, _ = rope_speeds(10000.0, 64)
-    slowed, amplitude = rope_speeds(10000.0, 64, "ntk", 4.0)
+    plain, _ = rope_frequencies(10000.0, 64)
+    slowed, amplitude = rope_frequencies(10000.0, 64, "ntk", 4.0)
     ratio = plain / slowed
     assert amplitude == 1
     assert ratio[0] == 1
@@ -169,7 +169,7 @@ def test_yarn_is_hugging_faces(d_k, factor, trained):
         },
     )
     speeds, amplitude = ROPE_INIT_FUNCTIONS["yarn"](config, torch.device("cpu"))
-    ours, our_amplitude = rope_speeds(10000.0, d_k, "yarn", factor, int(trained * factor))
+    ours, our_amplitude = rope_frequencies(10000.0, d_k, "yarn", factor, int(trained * factor))
     torch.testing.assert_close(ours.float(), speeds)
     assert our_amplitude == pytest.approx(amplitude)
     rope = RotaryPositionalEmbedding(10000.0, d_k, int(trained * factor), scaling="yarn", factor=factor)
@@ -177,8 +177,8 @@ def test_yarn_is_hugging_faces(d_k, factor, trained):
 
 
 def test_yarn_keeps_fast_pairs_and_interpolates_slow_ones():
-    plain, _ = rope_speeds(10000.0, 128)
-    slowed, _ = rope_speeds(10000.0, 128, "yarn", 8.0, 8 * 2048)
+    plain, _ = rope_frequencies(10000.0, 128)
+    slowed, _ = rope_frequencies(10000.0, 128, "yarn", 8.0, 8 * 2048)
     turns, ratio = 2048 * plain / (2 * math.pi), plain / slowed
     assert (ratio[turns > 33 * 1.2] == 1).all()
     torch.testing.assert_close(ratio[turns < 1 / 1.2], torch.full_like(ratio[turns < 1 / 1.2], 8.0))

@@ -64,7 +64,7 @@ def test_the_benchmark_of_learning_is_a_run_from_its_start_to_its_end(monkeypatc
     *_, last = learn.learning(60, [0], "repository", None, overrides, Path("picture.png"))
     (run,) = last["runs"]["inkling"]
     rows = [json.loads(line) for line in next(Path("runs").rglob("metrics.jsonl")).read_text().splitlines()]
-    assert run["bits_per_byte"] == rows[-1]["bits_per_byte"]
+    assert run["val_bpb"] == rows[-1]["val_bpb"]
     assert [tokens for _, tokens, _ in run["curve"]] == [512 * step for step in (5, 10, 15, 20)]
     assert 0 < run["curve"][0][0] < run["curve"][-1][0] <= run["seconds"]
     assert Path("picture.png").stat().st_size > 5000

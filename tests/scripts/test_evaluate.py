@@ -18,4 +18,4 @@ def test_a_checkpoint_is_evaluated_without_the_tokenizer_file_that_it_was_traine
     shutil.rmtree(tmp_path / "elsewhere")
     result = command("-m", "scripts.evaluate", f"checkpoint={folder}")
     assert result.returncode == 0, result.stderr
-    assert f"loss           {rows(folder)[-1]['validation_loss']:.4f}" in result.stdout
+    assert f"loss           {rows(folder)[-1]['val_loss']:.4f}" in result.stdout

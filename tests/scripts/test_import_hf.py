@@ -206,7 +206,7 @@ def test_the_command_writes_a_checkpoint_that_writes_text(llama, llama_tokenizer
     assert result.returncode == 0, result.stderr
     tokenizer = load_tokenizer("imported/llama/tokenizer")
     assert tokenizer.content == llama_tokenizer
-    assert (tokenizer.beginning, tokenizer.ends) == (1, [2])
+    assert (tokenizer.bos_id, tokenizer.eos_ids) == (1, [2])
     for prompt in ([], ["--", "the heat"]):
         result = run("scripts.generate", "checkpoint=imported/llama", "max_new_tokens=5", *prompt)
         assert result.returncode == 0, result.stderr
@@ -310,13 +310,13 @@ def cut(file):
         (weights(**{"model.layers.7.input_layernorm.weight": torch.ones(32)}), r"blocks\.7\..* the model has none"),
         (
             weights(**{"model.norm.weight": torch.full((32,), torch.nan)}),
-            r"norm\.gain holds numbers that are not finite",
+            r"norm\.weight holds numbers that are not finite",
         ),
         (
             weights(**{"model.norm.weight": torch.ones(32, dtype=torch.int8)}),
             r"model\.norm\.weight holds I8, no weights",
         ),
-        (weights(**{"model.norm.weight": torch.ones(1, 32)}), r"norm\.gain is \(1, 32\), the model's is \(32,\)"),
+        (weights(**{"model.norm.weight": torch.ones(1, 32)}), r"norm\.weight is \(1, 32\), the model's is \(32,\)"),
     ],
 )
 def test_what_cannot_be_imported_is_named_and_nothing_is_left(llama, tmp_path, damage, message):
@@ -368,7 +368,7 @@ def test_it_writes_its_story_without_a_cache(stories):
     assert ids == expected
 
 
-@pytest.mark.parametrize("backend", ["fused", "written"])
+@pytest.mark.parametrize("backend", ["fused", "math"])
 def test_it_writes_its_story_with_a_cache(stories, backend):
     _, model, expected = stories
     model.use(BACKENDS[backend])

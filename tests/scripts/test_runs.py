@@ -25,7 +25,7 @@ def make(tmp_path):
             for step, loss in enumerate(losses, 1):
                 row = {"step": step, "tokens": 100 * step, "loss": loss, "clock": {"seconds": 0.5 * step}}
                 if step in validation:
-                    row |= {"validation_loss": validation[step], "bits_per_byte": validation[step] / 2}
+                    row |= {"val_loss": validation[step], "val_bpb": validation[step] / 2}
                 file.write(json.dumps(row) + "\n")
             file.write('{"step": 4, "lo')  # killed
         return folder
@@ -66,7 +66,7 @@ def test_the_list_names_the_best_checkpoint_where_the_last_is_another_and_says_h
             folder = run / "checkpoints" / f"step_{step:08}"
             folder.mkdir(parents=True)
             about = {"arguments": checkpoint.arguments_of(small(17)), "step": step, "seq_len": 8, "precision": "fp32"}
-            figures = {} if loss is None else {"validation_loss": 9.0, "compared_loss": loss}
+            figures = {} if loss is None else {"val_loss": 9.0, "compared_loss": loss}
             (folder / "model.json").write_text(json.dumps(about | figures))
             manifest = {"format": checkpoint.FORMAT, "files": {"model.json": checkpoint._facts(folder / "model.json")}}
             (folder / "manifest.json").write_text(json.dumps(manifest))
@@ -96,8 +96,8 @@ def test_comparing_shows_the_settings_that_differ_and_the_last_figures(make):
     assert table(settings) == [["setting", "a", "b"], ["seed", "1", "2"], ["model.d_model", "16", "32"]]
     lines = {" ".join(line[:-2]): line[-2:] for line in table(figures)}
     assert lines["loss"] == ["1", "2.5"] and lines["step"] == ["3", "2"] and lines["seconds"] == ["1.5", "1"]
-    assert lines["validation_loss"] == ["2.25", "2"]
-    assert lines["best validation_loss"] == ["2.25", "2"] and lines["at step"] == ["2", "1"]
+    assert lines["val_loss"] == ["2.25", "2"]
+    assert lines["best val_loss"] == ["2.25", "2"] and lines["at step"] == ["2", "1"]
 
 
 def test_equal_settings_are_said_to_be_equal_and_a_missing_figure_is_a_dash(make):
@@ -105,7 +105,7 @@ def test_equal_settings_are_said_to_be_equal_and_a_missing_figure_is_a_dash(make
     make("b", 1, [3.0], {})
     result = command("-m", "scripts.runs", "compare", "runs/a", "runs/b")
     assert "no setting differs" in result.stdout
-    assert ["validation_loss", "2.5", "-"] in table(result.stdout)
+    assert ["val_loss", "2.5", "-"] in table(result.stdout)
 
 
 def test_a_picture_is_made(make, tmp_path):

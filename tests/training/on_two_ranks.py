@@ -34,7 +34,7 @@ def model(precision: str) -> GPT:
     torch.manual_seed(0)
     one = GPT(17, ModelConfig(d_model=16, n_layers=2, n_heads=2, d_ff=24, max_seq_len=8, qk_norm=True))
     for name, parameter in one.named_parameters():
-        if "gain" in name:
+        if "norm" in name:
             torch.nn.init.normal_(parameter, mean=1.0, std=0.1)
     return one.double() if precision == "fp32" else one
 
@@ -42,7 +42,7 @@ def model(precision: str) -> GPT:
 def gradients(parallel: str, micro_batch: int, precision: str) -> dict:
     """Of this rank's half of the batch; the number of exchanges, with ddp."""
     one, rows = model(precision), batch()
-    forward = distributed.spread(one, one, parallel, precision)
+    forward = distributed.parallelize(one, one, parallel, precision)
     exchanges = []
     if parallel == "ddp":
         forward.register_comm_hook(None, lambda state, bucket: (exchanges.append(1), allreduce_hook(state, bucket))[1])
@@ -51,7 +51,7 @@ def gradients(parallel: str, micro_batch: int, precision: str) -> dict:
     scaler = torch.amp.GradScaler("cpu", enabled=False)
     autocast = auto.autocast(CPU, precision)
     compute_gradients(forward, scaler, mine, micro_batch=micro_batch, count=count, autocast=autocast)
-    found = {name: distributed.unshared(p.grad) for name, p in one.named_parameters()}
+    found = {name: distributed.full_tensor(p.grad) for name, p in one.named_parameters()}
     return {"gradients": found, "exchanges": len(exchanges)}
 
 
@@ -63,7 +63,7 @@ def main(folder: Path, small: list[str]):
         for micro_batch in (1, 2, 4):
             for precision in ("fp32", "bf16"):
                 found[f"{parallel} {micro_batch} {precision}"] = gradients(parallel, micro_batch, precision)
-    found["kept"] = distributed.whole([torch.ones(1)])
+    found["kept"] = distributed.gather_full([torch.ones(1)])
     torch.save(found, folder / f"gradients_{rank}.pt")
 
     os.chdir(folder)

@@ -90,22 +90,22 @@ def test_the_rows_at_once_divide_a_batch_of_any_size():
 
 
 def test_what_was_asked_for_or_saved_is_kept():
-    assert choose(precision="bf16", compile=True, attention="written", micro_batch=8) == auto.Choices(
-        precision="bf16", kernels=False, compile=True, attention="written", micro_batch=8
+    assert choose(precision="bf16", compile=True, attention="math", micro_batch=8) == auto.Choices(
+        precision="bf16", kernels=False, compile=True, attention="math", micro_batch=8
     )
-    saved = {"precision": "bf16", "kernels": False, "compile": True, "attention": "written", "micro_batch": 2}
+    saved = {"precision": "bf16", "kernels": False, "compile": True, "attention": "math", "micro_batch": 2}
     assert choose(saved=saved) == auto.Choices(**saved)
     assert choose(saved=saved, attention="fused").attention == "fused"
 
 
 def test_attention_is_written_out_only_where_that_is_faster():
-    assert choose(compile=True, precision="bf16").attention == "written"
+    assert choose(compile=True, precision="bf16").attention == "math"
     for changes in ({"compile": False}, {"precision": "fp32"}, {"seq_len": 1024}):
         assert choose(**{"compile": True, "precision": "bf16", **changes}).attention == "fused"
 
 
 def test_a_soft_cap_is_written_out():
-    assert choose(soft_cap=30.0).attention == "written"
+    assert choose(soft_cap=30.0).attention == "math"
 
 
 def test_micro_batches_divide_the_batch_and_bound_the_logits():

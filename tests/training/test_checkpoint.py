@@ -133,10 +133,10 @@ def test_when_all_are_damaged_it_says_so(saved):
 def several(small, tmp_path):
     """A run folder whose last checkpoint is not its best, and whose third is not measured."""
     for step, figures in {
-        10: {"validation_loss": 2.0},
-        20: {"validation_loss": 1.0},
+        10: {"val_loss": 2.0},
+        20: {"val_loss": 1.0},
         30: {},
-        40: {"validation_loss": 0.5, "compared_loss": 3.0},  # of another part of the text
+        40: {"val_loss": 0.5, "compared_loss": 3.0},  # of another part of the text
     }.items():
         model = small(257, tied=True).float()
         save(tmp_path / "run" / "checkpoints" / f"step_{step:08}", model, step, **figures)
@@ -216,8 +216,8 @@ def test_another_format_and_another_model_are_refused(saved, small):
     with pytest.raises(ValueError, match="holds another model"):
         checkpoint.load_weights(folder, small(99, tied=True))
     manifest = json.loads((folder / "manifest.json").read_text())
-    (folder / "manifest.json").write_text(json.dumps(manifest | {"format": 2}))
-    with pytest.raises(ValueError, match="format 2, this version reads 1"):
+    (folder / "manifest.json").write_text(json.dumps(manifest | {"format": 3}))
+    with pytest.raises(ValueError, match="format 3, this version reads formats up to 2"):
         checkpoint.load_model(folder)
 
 
@@ -268,12 +268,12 @@ def test_a_kill_at_any_moment_of_a_save_leaves_a_valid_checkpoint(small, tmp_pat
         point += 1
         shutil.rmtree(run, ignore_errors=True)
         for step in (1, 2):
-            save(checkpoint.step_folder(run, step), models[step - 1], step, validation_loss=float(step))
+            save(checkpoint.step_folder(run, step), models[step - 1], step, val_loss=float(step))
         if (child := os.fork()) == 0:
             with monkeypatch.context() as patch:
                 dying(patch, point)
                 new = 2 if what == "the same step" else 3
-                save(checkpoint.step_folder(run, new), models[2], new, validation_loss=3.0)
+                save(checkpoint.step_folder(run, new), models[2], new, val_loss=3.0)
                 if what == "pruning":
                     checkpoints.prune(run, keep=1)
             os._exit(0)
@@ -285,7 +285,7 @@ def test_a_kill_at_any_moment_of_a_save_leaves_a_valid_checkpoint(small, tmp_pat
         weights = checkpoint.load_file(found / "model.safetensors")
         expected = [checkpoint.snapshot(model)[0] for model in models]
         assert any(all(torch.equal(weights[n], one[n]) for n in weights) for one in expected)
-        with checkpoints.taken(run):
+        with checkpoints.run_lock(run):
             save(checkpoint.step_folder(run, 4), models[0], 4)
             checkpoints.prune(run, keep=1)
         assert checkpoint.find(run).name == "step_00000004"
@@ -429,10 +429,10 @@ WEIGHTS = {
         lambda weights: safetensors.torch.save(weights).replace(b'"shape":[16,16]', b'"shape":[16,61]'),
         "model.safetensors cannot be read",
     ),
-    "one missing": (tensors(**{"norm.gain": None}), r"holds another model: norm\.gain is missing"),
+    "one missing": (tensors(**{"norm.weight": None}), r"holds another model: norm\.weight is missing"),
     "one under another name": (
-        lambda weights: safetensors.torch.save(without(weights, "norm.gain") | {"gain": weights["norm.gain"]}),
-        r"holds another model: norm\.gain is missing, the model's is \(16,\)",
+        lambda weights: safetensors.torch.save(without(weights, "norm.weight") | {"gain": weights["norm.weight"]}),
+        r"holds another model: norm\.weight is missing, the model's is \(16,\)",
     ),
     "one too many": (tensors(more=torch.zeros(0)), r"more is \(0,\), the model has none"),
     "one turned": (
@@ -441,14 +441,17 @@ WEIGHTS = {
         ),
         r"feed_forward\.up\.weight is \(16, 24\), the model's is \(24, 16\)",
     ),
-    "whole numbers": (tensors(**{"norm.gain": torch.ones(16, dtype=torch.int32)}), r"norm\.gain holds I32, no weights"),
+    "whole numbers": (
+        tensors(**{"norm.weight": torch.ones(16, dtype=torch.int32)}),
+        r"norm\.weight holds I32, no weights",
+    ),
     "not a number": (
-        tensors(**{"norm.gain": torch.full((16,), torch.nan)}),
-        r"norm\.gain holds numbers that are not f",
+        tensors(**{"norm.weight": torch.full((16,), torch.nan)}),
+        r"norm\.weight holds numbers that are not f",
     ),
     "infinite": (
-        tensors(**{"norm.gain": torch.full((16,), torch.inf)}),
-        r"norm\.gain holds numbers that are not finite",
+        tensors(**{"norm.weight": torch.full((16,), torch.inf)}),
+        r"norm\.weight holds numbers that are not finite",
     ),
 }
 
@@ -556,7 +559,7 @@ def test_what_is_left_of_a_link_and_a_file_is_cleaned_up(linked):
     run, other = linked
     (run / "checkpoints" / ".step_00000020.abcd.old").symlink_to(checkpoint.step_folder(other, 20))
     (run / "checkpoints" / ".step_00000030.abcd").write_text("a file")
-    with checkpoints.taken(run):
+    with checkpoints.run_lock(run):
         pass
     assert {path.name for path in (run / "checkpoints").iterdir()} <= {"step_00000010", "step_00000020", ".lock"}
     assert all_whole(other) == 2
@@ -564,7 +567,7 @@ def test_what_is_left_of_a_link_and_a_file_is_cleaned_up(linked):
 
 def test_setting_aside_renames_a_link(linked):
     run, other = linked
-    checkpoints.set_aside(run, 10)
+    checkpoints.retire_after(run, 10)
     assert [folder.name for folder in checkpoint.steps(run)] == ["step_00000010"]
     assert all_whole(other) == 2
 
@@ -573,7 +576,7 @@ def test_checkpoints_on_another_disk_stay_linked_and_nothing_of_ours_is_left_the
     disk, run = tmp_path / "disk", tmp_path / "run"
     disk.mkdir(), run.mkdir()
     (run / "checkpoints").symlink_to(disk)
-    with checkpoints.taken(run):
+    with checkpoints.run_lock(run):
         assert (disk / ".lock").exists()
     assert list(disk.iterdir()) == []
 
@@ -584,10 +587,10 @@ def test_a_signal_while_a_run_is_begun_leaves_no_lock(tmp_path, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", terminated)
-        with pytest.raises(SystemExit), checkpoints.taken(tmp_path / "run"):
+        with pytest.raises(SystemExit), checkpoints.run_lock(tmp_path / "run"):
             pass
     assert not (tmp_path / "run").exists()
-    with checkpoints.taken(tmp_path / "run"):  # it is free
+    with checkpoints.run_lock(tmp_path / "run"):  # it is free
         pass
 
 

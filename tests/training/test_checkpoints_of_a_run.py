@@ -62,18 +62,18 @@ def test_without_a_lower_validation_loss_the_run_ends_and_its_best_is_saved_also
 
 def test_validation_losses_are_compared_on_the_same_part_of_the_text(run, monkeypatch, capsys):
     """The last evaluation takes all of it, and says nothing of which checkpoint is better."""
-    part = ["every.evaluate=4", "every.checkpoint=4", "evaluation_tokens=40"]
+    part = ["every.evaluate=4", "every.checkpoint=4", "eval_tokens=40"]
     limits = losses_are(monkeypatch, 3.0, 2.0, 5.0)
     folder = run("one", *part)
     assert limits == [40, None, 40]
-    assert [row["validation_loss"] for row in rows(folder) if "validation_loss" in row] == [3.0, 2.0]
+    assert [row["val_loss"] for row in rows(folder) if "val_loss" in row] == [3.0, 2.0]
     assert checkpoint.find(f"{folder}:best").name[-1] == "4"
     assert "the last, 5.0000, is clearly worse" in capsys.readouterr().out
     losses_are(monkeypatch, 4.0, 9.0)
     longer = run("one", *part, "resume=auto", "steps=12")
     assert final(longer)[1]["guard"]["lowest"] == 3.0
     losses_are(monkeypatch, 9.0, 4.0)
-    other = run("one", "evaluation_tokens=39", *part[:2], "resume=auto", "steps=16")
+    other = run("one", "eval_tokens=39", *part[:2], "resume=auto", "steps=16")
     assert final(other)[1]["guard"]["lowest"] == 4.0
 
 
@@ -87,7 +87,7 @@ def test_the_lowest_validation_loss_is_named_also_where_it_was_not_saved(run, mo
 
 def test_a_folder_has_one_run_at_a_time(run):
     with (
-        checkpoints.taken(Path("runs/one")),
+        checkpoints.run_lock(Path("runs/one")),
         pytest.raises(ValueError, match="runs/one is in use by another process"),
     ):
         run("one")

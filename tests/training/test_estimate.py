@@ -15,7 +15,7 @@ from model import GPT, ModelConfig
 from model.feed_forward import FEED_FORWARDS
 from model.gpt import checkpoint_activations
 from model.norm import NORMS
-from model.ops import BACKENDS, WRITTEN
+from model.ops import BACKENDS, MATH
 from model.positions import SCHEMES
 from training import auto, estimate
 from training.optimizer import OptimizerConfig, build_optimizer
@@ -28,10 +28,10 @@ CASES = {
     "default": (2048, DEFAULT, {}),
     "one row at a time": (2048, DEFAULT, {"micro_batch": 1}),
     "bf16": (2048, DEFAULT, {"precision": "bf16", "rows": 4, "micro_batch": 2}),
-    "written": (2048, DEFAULT, {"attention": "written"}),
+    "math": (2048, DEFAULT, {"attention": "math"}),
     "wide": (2048, LARGER, {"rows": 1, "micro_batch": 1}),
     "wide, accumulated": (2048, LARGER, {"rows": 2, "micro_batch": 1}),
-    "long": (2048, {**DEFAULT, "n_layers": 2}, {"rows": 1, "micro_batch": 1, "seq_len": 512, "attention": "written"}),
+    "long": (2048, {**DEFAULT, "n_layers": 2}, {"rows": 1, "micro_batch": 1, "seq_len": 512, "attention": "math"}),
     "large vocabulary": (50_257, TINY, {"rows": 2, "micro_batch": 1}),
     "large vocabulary, tied": (50_257, {**TINY, "tied": True}, {"rows": 1, "micro_batch": 1}),
     "dropout": (2048, {**DEFAULT, "dropout": 0.1}, {}),
@@ -48,7 +48,7 @@ CASES = {
     "checkpointed, bf16": (300, TINY, {"activation_checkpointing": True, "precision": "bf16"}),
 }
 
-RATES = dict.fromkeys(("lr", "lr_embedding", "lr_head", "lr_gain"), 1e-3)
+RATES = dict.fromkeys(("lr", "lr_embedding", "lr_head", "lr_norm"), 1e-3)
 
 
 def two_steps(
@@ -72,7 +72,7 @@ def two_steps(
 
 
 def foretold(vocab_size, shape, step, gpu: bool) -> int:
-    model = estimate.on_paper(vocab_size, ModelConfig(max_seq_len=step["seq_len"], **shape))
+    model = estimate.meta_model(vocab_size, ModelConfig(max_seq_len=step["seq_len"], **shape))
     return estimate.at_peak(estimate.memory(model, documents=False, gpu=gpu, **step))[1]
 
 
@@ -117,7 +117,7 @@ def test_memory_is_the_allocators_on_a_gpu(name):
 @pytest.mark.parametrize("positions", ["rope", "learned"])
 def test_parameters_are_exact(tied, positions):
     shape = {**TINY, "max_seq_len": 16, "tied": tied, "positions": positions, "vocab_multiple": 64}
-    real, paper = GPT(300, ModelConfig(**shape)), estimate.on_paper(300, ModelConfig(**shape))
+    real, paper = GPT(300, ModelConfig(**shape)), estimate.meta_model(300, ModelConfig(**shape))
     assert all(p.is_meta for p in paper.parameters())
     assert sum(estimate.parameters(paper).values()) == real.n_parameters() == paper.n_parameters()
 
@@ -125,7 +125,7 @@ def test_parameters_are_exact(tied, positions):
 @pytest.mark.parametrize("changes", [{}, {"tied": True, "n_kv_heads": 1}, {"positions": "learned", "d_ff": 20}])
 def test_flops_are_those_that_torch_counts(changes):
     model = GPT(300, ModelConfig(max_seq_len=16, **{**TINY, **changes}))
-    model.use(WRITTEN)  # the counter does not see into the CPU's kernel
+    model.use(MATH)  # the counter does not see into the CPU's kernel
     tokens = torch.randint(300, (2, 16))
     with FlopCounterMode(display=False) as counter:
         model(tokens, targets=tokens)[0].backward()
@@ -133,7 +133,7 @@ def test_flops_are_those_that_torch_counts(changes):
 
 
 def test_shares_need_less_and_add_up():
-    model = estimate.on_paper(2048, ModelConfig(max_seq_len=128, **DEFAULT))
+    model = estimate.meta_model(2048, ModelConfig(max_seq_len=128, **DEFAULT))
     step = {**STEP, "documents": False, "gpu": True}
     one, ddp = estimate.memory(model, **step), estimate.memory(model, **step, world=8)
     fsdp = estimate.memory(model, **step, world=8, parallel="fsdp")
@@ -252,7 +252,7 @@ def test_what_is_larger_than_the_machine_is_refused_in_numbers():
 def test_a_step_needs_at_least_a_part_of_what_it_needs():
     for vocab_size, shape, changes in CASES.values():
         step = {**STEP, **changes}
-        model = estimate.on_paper(vocab_size, ModelConfig(max_seq_len=step["seq_len"], **shape))
+        model = estimate.meta_model(vocab_size, ModelConfig(max_seq_len=step["seq_len"], **shape))
         weights = 4 * model.n_parameters()
         least = estimate.least(model, step["rows"], step["micro_batch"], step["seq_len"])
         assert 0 < least < foretold(vocab_size, shape, step, gpu=False) - weights

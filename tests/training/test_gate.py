@@ -9,7 +9,7 @@ from training.step import update
 
 CPU = torch.device("cpu")
 NO_SCALER = torch.amp.GradScaler("cpu", enabled=False)
-RATES = {"lr": 0.1, "lr_embedding": 0.1, "lr_head": 0.1, "lr_gain": 0.1}
+RATES = {"lr": 0.1, "lr_embedding": 0.1, "lr_head": 0.1, "lr_norm": 0.1}
 OPTIONS = {"betas": [0.9, 0.99], "eps": 1e-8, "weight_decay": 0.1, "momentum": 0.9}
 
 

@@ -36,7 +36,7 @@ def ahead(request, monkeypatch):
 @hardware
 def test_a_loss_that_is_not_finite_ends_the_run_before_the_weights_have_it(run):
     with pytest.raises(ValueError, match=r"the loss of step 2 is .*: first in the .* of .*; step 1 is saved: try"):
-        run("hot", "optimizer=adamw", "optimizer.lr=1e30", "optimizer.clip=1e30")
+        run("hot", "optimizer=adamw", "optimizer.lr=1e30", "optimizer.grad_clip=1e30")
     (path,) = Path("runs/hot").glob("nonfinite_*.json")
     found = json.loads(path.read_text())
     assert found["step"] == 1 and len(found["texts"]) == 4 and found["texts"][0] in Path("words.txt").read_text()

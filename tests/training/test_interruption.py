@@ -12,9 +12,9 @@ from training.interruption import TIME_IS_UP, Interruption
 def test_a_signal_is_kept_until_asked_for_and_handlers_come_back(number):
     before = signal.getsignal(number)
     with Interruption(None, time.monotonic()) as interrupted:
-        assert interrupted.wanted() == 0
+        assert interrupted.stop_requested() == 0
         os.kill(os.getpid(), number)
-        assert interrupted.wanted() == number
+        assert interrupted.stop_requested() == number
     assert signal.getsignal(number) == before
     assert interruption.exit_code(number) == 128 + number
 
@@ -27,7 +27,7 @@ def test_a_terminal_that_closes_ends_no_process_at_once_however_often_it_says_so
         for number in numbers:
             signal.raise_signal(number)
         assert ended == []
-        assert interrupted.wanted() == next((one for one in numbers if one != signal.SIGHUP), signal.SIGHUP)
+        assert interrupted.stop_requested() == next((one for one in numbers if one != signal.SIGHUP), signal.SIGHUP)
 
 
 def test_torchrun_may_pass_a_signal_on_and_only_a_later_one_ends_a_rank(monkeypatch):
@@ -40,7 +40,7 @@ def test_torchrun_may_pass_a_signal_on_and_only_a_later_one_ends_a_rank(monkeypa
             signal.raise_signal(signal.SIGINT)
             signal.raise_signal(signal.SIGINT)
             signal.raise_signal(signal.SIGTERM)
-            assert interrupted.wanted() == signal.SIGINT
+            assert interrupted.stop_requested() == signal.SIGINT
         signal.raise_signal(signal.SIGINT)  # while W&B is finished, say
         assert ended == []
         now[0] += interruption.PASSED_ON
@@ -57,7 +57,7 @@ def test_a_hangup_that_nohup_ignores_stays_ignored():
     try:
         with Interruption(None, time.monotonic()) as interrupted:
             os.kill(os.getpid(), signal.SIGHUP)
-            assert interrupted.wanted() == 0
+            assert interrupted.stop_requested() == 0
     finally:
         signal.signal(signal.SIGHUP, before)
 
@@ -68,7 +68,7 @@ def test_the_time_is_up_before_a_step_of_the_longest_duration_would_pass_it(monk
     with Interruption(60.0, began=90.0) as interrupted:
         for wait, expected in [(5, 0), (10, 0), (5, 0), (5, 0), (5, 0), (1, TIME_IS_UP)]:
             now[0] += wait
-            assert interrupted.wanted() == expected, now
+            assert interrupted.stop_requested() == expected, now
     assert interruption.exit_code(TIME_IS_UP) == 0
 
 

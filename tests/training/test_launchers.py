@@ -34,9 +34,9 @@ def test_the_jobs_of_a_multirun_are_runs_of_one_group(tmp_path, monkeypatch):
         assert run.config["environment"] == environment and run.config["parameters"] == 37184
         assert environment["tokens_per_step"] == 512 and environment["torch"] == torch.__version__
         assert [row["loss"] for row in run.history if "loss" in row] == [row["loss"] for row in table]
-        best = min((row for row in table if "validation_loss" in row), key=lambda row: row["validation_loss"])
-        assert (run.summary["best_validation_loss"], run.summary["best_step"]) == (
-            best["validation_loss"],
+        best = min((row for row in table if "val_loss" in row), key=lambda row: row["val_loss"])
+        assert (run.summary["best_val_loss"], run.summary["best_step"]) == (
+            best["val_loss"],
             best["step"],
         )
     models = [artifact for artifact in server.artifacts if artifact.type == "model"]
@@ -70,14 +70,14 @@ def test_the_whole_story_on_the_command_line(tmp_path):
 
     out = anew(str(REPOSITORY / "train.py"), "experiment=smoke", "precision=bf16").stdout
     (folder,) = (tmp_path / "runs").iterdir()
-    for expected in ("37,184 parameters", "step 20/20", "bits per byte", "def ", str(folder.name)):
+    for expected in ("37,184 parameters", "step 20/20", " bpb) |", "def ", str(folder.name)):
         assert expected in out
     assert {p.name for p in folder.iterdir()} - {"changes.patch"} == {
         *("config.yaml", "environment.json", "metrics.jsonl", "README.txt", "checkpoints")
     }
     measured = command("-m", "scripts.evaluate", f"checkpoint={folder}").stdout
-    assert f"loss           {rows(folder)[-1]['validation_loss']:.4f} nats per token" in measured
-    assert f"bits per byte  {rows(folder)[-1]['bits_per_byte']:.4f}" in measured
+    assert f"loss           {rows(folder)[-1]['val_loss']:.4f} nats per token" in measured
+    assert f"bits per byte  {rows(folder)[-1]['val_bpb']:.4f}" in measured
 
     elsewhere = tmp_path / "elsewhere"
     checkpoint.find(folder).rename(elsewhere)

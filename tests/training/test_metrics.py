@@ -75,23 +75,24 @@ def test_a_disk_that_cannot_be_waited_for_ends_nothing(tmp_path, monkeypatch):
 
 
 def test_without_a_terminal_every_report_is_a_plain_line(capsys):
-    row = {"loss": 2.5, "lr": 1e-3, "grad_norm": 0.5, "clock": {"tokens_per_second": 12345.6}}
+    row = {"loss": 2.5, "lr": 1e-3, "grad_norm": 0.5, "clock": {"tok_per_sec": 12345.6}}
     with Screen(100) as screen:
         screen.report(10, row, 75, keep=False)
-        screen.report(20, row | {"validation_loss": 3.0, "bits_per_byte": 1.5}, 0, keep=True)
+        screen.report(20, row | {"val_loss": 3.0, "val_bpb": 1.5}, 0, keep=True)
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "step  10/100  left 1:15  loss 2.5000  rate 1.00e-03  norm 0.50  12,346 tokens/s"
-    assert "validation 3.0000 (1.500 bits per byte)" in lines[1]
-    assert len(lines) == 2
+    assert lines[0] == "step  10/100 | loss 2.500 | lr 1.00e-03 | grad_norm 0.50 | 12.3k tok/s | eta 1:15"
+    assert lines[1:] == [
+        "step  20/100 | loss 2.500 | val 3.000 (1.500 bpb) | lr 1.00e-03 | grad_norm 0.50 | 12.3k tok/s | eta 0:00"
+    ]
 
 
 def test_the_line_on_a_terminal_fits_80_columns():
     screen = Screen(2000)
-    row = {"loss": 3.87364, "lr": 1.5e-6, "grad_norm": 0.82, "clock": {"tokens_per_second": 7778.0}}
-    for values in ({"validation_loss": 4.1321, "bits_per_byte": 2.097}, {}):
+    row = {"loss": 3.87364, "lr": 1.5e-6, "grad_norm": 0.82, "clock": {"tok_per_sec": 7778.0}}
+    for values in ({"val_loss": 4.1321, "val_bpb": 2.097}, {}):
         screen.report(1980, row | values, 75, keep=False)
     text = screen.progress.tasks[0].description
-    assert text == "1980/2000  left 1:15  loss 3.874  val 4.132  lr 1.5e-06  norm 0.82  7,778 tok/s"
+    assert text == "1980/2000 | loss 3.874 | val 4.132 | grad_norm 0.82 | 7.8k tok/s | eta 1:15"
     assert len(text) <= 80
 
 

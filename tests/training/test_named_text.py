@@ -10,7 +10,7 @@ DATA = {"source": "files", "paths": ["a"], "max_tokens": None, "validation": [],
 DATA |= dict.fromkeys(("separator", "wheel", "repo", "config", "revision", "corpora"))
 DATA |= {"column": "text", "encoding_errors": "strict", "split": "train"}
 TOKENIZER = {"kind": "bytes", "special": ["<|endoftext|>"], "train_chars": 9}
-TOKENIZER |= dict.fromkeys(("vocab_size", "pattern", "encoding", "path", "beginning"))
+TOKENIZER |= dict.fromkeys(("vocab_size", "pattern", "encoding", "path", "bos_token"))
 
 
 @pytest.mark.parametrize(

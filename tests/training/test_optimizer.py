@@ -7,7 +7,7 @@ import torch
 from training.optimizer import WIDTH, Muon, OptimizerConfig, build_optimizer, orthogonalised, parameter_groups
 from training.step import update
 
-RATES = {"lr": 0.02, "lr_embedding": 0.01, "lr_head": 0.03, "lr_gain": 0.004}
+RATES = {"lr": 0.02, "lr_embedding": 0.01, "lr_head": 0.03, "lr_norm": 0.004}
 
 
 def muon(model, **changes):
@@ -33,7 +33,7 @@ def test_every_weight_is_of_one_kind_and_only_matrices_and_the_head_decay(small,
     kinds = {g["name"]: [names[id(p)] for p in g["params"]] for g in parameter_groups(model, **RATES, weight_decay=0.1)}
     assert sorted(name for some in kinds.values() for name in some) == sorted(names.values())
     assert all(".w" in n or ".gate" in n or ".up" in n or ".down" in n for n in kinds["matrices"])
-    assert all("norm" in n for n in kinds["gains"])
+    assert all("norm" in n for n in kinds["norms"])
     assert kinds["embeddings"] == ["embedding.weight", "position_embedding.table.weight"]
     assert kinds.get("head") == (None if tied else ["head.weight"])
     decays = {g["name"]: g["weight_decay"] for g in parameter_groups(model, **RATES, weight_decay=0.1)}
@@ -104,14 +104,14 @@ def test_the_rest_moves_as_by_adamw_each_kind_at_its_own_rate(small):
     give_gradients(model)
     change = changes(model, optimizer)
     assert change["embedding.weight"].abs().max() == pytest.approx(0.01, rel=1e-3)
-    assert change["norm.gain"].abs().max() == pytest.approx(0.004, rel=1e-3)
+    assert change["norm.weight"].abs().max() == pytest.approx(0.004, rel=1e-3)
     assert change["head.weight"].abs().max() == pytest.approx(0.03 * WIDTH / 16, rel=1e-3)
 
 
 def test_gains_move_as_by_torchs_adamw(small):
     model = small(qk_norm=True)
     other, optimizer = copy.deepcopy(model), muon(model, weight_decay=0.1)
-    gains = [p for name, p in other.named_parameters() if "gain" in name]
+    gains = [p for name, p in other.named_parameters() if "norm" in name]
     theirs = torch.optim.AdamW(gains, lr=0.004, betas=(0.9, 0.95), eps=1e-10, weight_decay=0.0)
     for _ in range(3):
         give_gradients(model)
@@ -119,7 +119,7 @@ def test_gains_move_as_by_torchs_adamw(small):
             b.grad = a.grad.clone()
         optimizer.step(), theirs.step()
     for (name, a), b in zip(model.named_parameters(), other.parameters(), strict=True):
-        if "gain" in name:
+        if "norm" in name:
             torch.testing.assert_close(a, b)
 
 
@@ -128,7 +128,7 @@ def test_every_groups_rate_is_its_peak_times_the_factor(small):
     optimizer, scaler = muon(model), torch.amp.GradScaler("cpu", enabled=False)
     give_gradients(model)
     update(optimizer, scaler, factor=0.5, norm=torch.tensor(1.0), clip=1e9)
-    assert [g["lr"] for g in optimizer.param_groups] == [g["peak"] / 2 for g in optimizer.param_groups]
+    assert [g["lr"] for g in optimizer.param_groups] == [g["initial_lr"] / 2 for g in optimizer.param_groups]
     assert optimizer.param_groups[0]["lr"] == 0.01
 
 

@@ -7,7 +7,7 @@ from training.optimizer import OptimizerConfig, build_optimizer
 from training.state import TrainState
 
 CPU = torch.device("cpu")
-RATES = {"lr": 1.0, "lr_embedding": 1.0, "lr_head": 1.0, "lr_gain": 1.0}
+RATES = {"lr": 1.0, "lr_embedding": 1.0, "lr_head": 1.0, "lr_norm": 1.0}
 
 
 def test_every_field_of_the_state_is_in_a_checkpoint(small):

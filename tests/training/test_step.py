@@ -12,7 +12,7 @@ CPU = torch.device("cpu")
 
 
 def adamw(model, lr, weight_decay=0.1):
-    rates = {"lr": lr, "lr_embedding": lr, "lr_head": lr, "lr_gain": lr}
+    rates = {"lr": lr, "lr_embedding": lr, "lr_head": lr, "lr_norm": lr}
     config = OptimizerConfig("adamw", **rates, betas=[0.9, 0.99], eps=1e-8, weight_decay=weight_decay)
     return build_optimizer(model, config)
 
@@ -63,7 +63,7 @@ def test_accumulation_equals_the_large_batch(small, micro_batch):
 def test_the_gradient_is_clipped_and_its_norm_reported_before(small):
     model = small().train()
     before = [p.clone() for p in model.parameters()]
-    sgd = torch.optim.SGD([{"params": model.parameters(), "peak": 1.0}])
+    sgd = torch.optim.SGD([{"params": model.parameters(), "initial_lr": 1.0}])
     tokens = torch.randint(17, (4, 6))
     _, norm = one_step(model, tokens, tokens.roll(1), micro_batch=4, clip=1e-3, optimizer=sgd)
     moved = math.sqrt(sum((a - b).square().sum().item() for a, b in zip(model.parameters(), before, strict=True)))

@@ -60,9 +60,9 @@ def test_a_second_signal_ends_a_process_at_once(tmp_path):
 import os, signal, time
 from training.interruption import Interruption
 with Interruption(None, 0.0) as interrupted:
-    assert interrupted.wanted() == 0
+    assert interrupted.stop_requested() == 0
     os.kill(os.getpid(), signal.SIGTERM)
-    assert interrupted.wanted() == signal.SIGTERM
+    assert interrupted.stop_requested() == signal.SIGTERM
     print("heard", flush=True)
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(60)
@@ -98,4 +98,4 @@ def test_a_signal_during_an_evaluation_leaves_its_figures_in_the_checkpoint(run,
     monkeypatch.setattr(evaluation, "evaluate", stopping)
     folder = run("one", "every.checkpoint=3")
     assert run.code == 143
-    assert "validation_loss" in checkpoint.read_about(checkpoint.find(folder))
+    assert "val_loss" in checkpoint.read_about(checkpoint.find(folder))

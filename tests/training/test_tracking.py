@@ -245,20 +245,20 @@ def test_a_server_gets_rows_settings_and_files_and_a_resumed_run_goes_on_under_i
 
 
 def test_the_summary_has_the_best_validation_loss_and_its_step_also_after_resuming(server, tmp_path):
-    rows = [{"step": step, "validation_loss": loss} for step, loss in ((1, 3.0), (2, 2.0), (3, 2.5))]
+    rows = [{"step": step, "val_loss": loss} for step, loss in ((1, 3.0), (2, 2.0), (3, 2.5))]
     folder = tmp_path / "run"
     mirror = start(folder)
     for row in rows:
         tracking.log(mirror, row)
     tracking.finish(mirror)
     summary = server.runs[mirror.id].summary
-    assert (summary["best_validation_loss"], summary["best_step"], summary["validation_loss"]) == (2.0, 2, 2.5)
+    assert (summary["best_val_loss"], summary["best_step"], summary["val_loss"]) == (2.0, 2, 2.5)
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     mirror = start(folder, run_id=mirror.id)
-    tracking.log(mirror, {"step": 4, "validation_loss": 2.2})
+    tracking.log(mirror, {"step": 4, "val_loss": 2.2})
     tracking.finish(mirror)
     summary = server.runs[mirror.id].summary
-    assert (summary["best_validation_loss"], summary["best_step"], summary["validation_loss"]) == (2.0, 2, 2.2)
+    assert (summary["best_val_loss"], summary["best_step"], summary["val_loss"]) == (2.0, 2, 2.2)
 
 
 def test_a_checkpoint_is_an_artifact_with_what_it_is_good_for(server, tmp_path):
@@ -267,11 +267,11 @@ def test_a_checkpoint_is_an_artifact_with_what_it_is_good_for(server, tmp_path):
     for name in ("model.json", "tokenizer/tokenizer.json"):
         (folder / name).write_text("{}")
     mirror = start(tmp_path / "run")
-    for row in ({"step": 1, "validation_loss": 2.0}, {"step": 2, "validation_loss": 3.0}, {"step": 3}):
+    for row in ({"step": 1, "val_loss": 2.0}, {"step": 2, "val_loss": 3.0}, {"step": 3}):
         (folder / "model.safetensors").write_text(str(row))
         tracking.log(mirror, row)
         saved = Future()
-        tracking.log_checkpoint(mirror, row["step"], folder, row.get("validation_loss"), saved)
+        tracking.log_checkpoint(mirror, row["step"], folder, row.get("val_loss"), saved)
         assert len(server.artifacts) < row["step"]
         saved.set_result(None)
         deadline = time.monotonic() + 10

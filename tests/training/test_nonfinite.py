@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from training import auto, guards
+from training import auto, nonfinite
 from training.state import Generators
 
 PLAIN = auto.autocast(torch.device("cpu"), "fp32")
@@ -13,12 +13,12 @@ def pieces(n: int) -> list[dict]:
     return [{"tokens": torch.randint(17, (2, 6)), "targets": torch.randint(17, (2, 6))} for _ in range(n)]
 
 
-@pytest.mark.parametrize("name", ["embedding.weight", "blocks.1.attention.wk.weight", "norm.gain"])
+@pytest.mark.parametrize("name", ["embedding.weight", "blocks.1.attention.wk.weight", "norm.weight"])
 def test_a_weight_that_is_not_finite_is_named(small, name):
     model = small()
     dict(model.named_parameters())[name].data.view(-1)[3] = math.nan
     module, _, tensor = name.rpartition(".")
-    assert guards.find_origin(model, pieces(2), PLAIN, Generators().state()) == {
+    assert nonfinite.find_origin(model, pieces(2), PLAIN, Generators().state()) == {
         "micro_batch": None,
         "module": module,
         "tensor": tensor,
@@ -39,7 +39,7 @@ def test_the_first_output_that_is_not_finite_is_named(small, name, micro_batch):
 
     handle = module.register_forward_hook(overflow, prepend=True)
     before = [p.clone() for p in model.parameters()]
-    found = guards.find_origin(model, pieces(3), PLAIN, Generators().state())
+    found = nonfinite.find_origin(model, pieces(3), PLAIN, Generators().state())
     handle.remove()
     assert found == {"micro_batch": micro_batch, "module": name, "tensor": "output"}
     assert all(torch.equal(a, b) and b.grad is None for a, b in zip(before, model.parameters(), strict=True))
@@ -60,14 +60,14 @@ def test_the_first_gradient_that_is_not_finite_is_named(small):
             return gradient * math.nan
 
     handle = model.blocks[0].feed_forward.down.register_forward_hook(lambda m, i, output: Fault.apply(output))
-    found = guards.find_origin(model, pieces(1), PLAIN, Generators().state())
+    found = nonfinite.find_origin(model, pieces(1), PLAIN, Generators().state())
     handle.remove()
     assert found["module"] == "blocks.0.feed_forward.down" and "gradient" in found["tensor"]
 
 
 def test_what_does_not_happen_again_is_said_to(small):
-    found = guards.find_origin(small().float(), pieces(2), PLAIN, Generators().state())
-    assert guards.describe(found) == "it did not happen again when the step was repeated"
+    found = nonfinite.find_origin(small().float(), pieces(2), PLAIN, Generators().state())
+    assert nonfinite.describe(found) == "it did not happen again when the step was repeated"
 
 
 def out_of_memory_above(model, rows: int):
@@ -100,8 +100,8 @@ def test_running_out_of_memory_says_what_would_fit(small):
     batch = {"tokens": torch.randint(17, (8, 6)), "targets": torch.randint(17, (8, 6))}
     with (
         pytest.raises(ValueError, match="not enough for micro_batch 8: micro_batch=2 would fit"),
-        auto.explaining_memory(model, batch, 8, PLAIN),
+        auto.explain_oom(model, batch, 8, PLAIN),
     ):
         model(**batch)
-    with pytest.raises(RuntimeError, match="another"), auto.explaining_memory(model, batch, 8, PLAIN):
+    with pytest.raises(RuntimeError, match="another"), auto.explain_oom(model, batch, 8, PLAIN):
         raise RuntimeError("another")
