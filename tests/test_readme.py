@@ -1,4 +1,4 @@
-"""Every command of the README runs: here in miniature, with its own overrides and small ones."""
+"""Every command and link of the README and the documentation works: commands run here in miniature."""
 
 import json
 import re
@@ -7,18 +7,38 @@ import shutil
 
 import numpy as np
 import pytest
+import torch
 from commands import command
 from wandb.cli.cli import cli as wandb_cli
 
 from conf.entry import REPOSITORY
-from conf.scripts import Prepare
+from conf.scripts import Lessons, Prepare
+from model import feed_forward
 
-README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
-LINES = [
-    line for block in re.findall(r"```sh\n(.*?)```", README, re.DOTALL) for line in block.splitlines() if line.strip()
-]
-COMMANDS = [line.split(" #")[0].strip() for line in LINES if "# network" not in line]
-NETWORK = [line.split(" #")[0].strip() for line in LINES if "# network" in line]
+PAGES = {
+    str(path.relative_to(REPOSITORY)): path.read_text(encoding="utf-8")
+    for path in [*sorted(REPOSITORY.glob("*.md")), *sorted(REPOSITORY.glob("docs/*.md"))]
+}
+README = PAGES["README.md"]
+LESSONS = "docs/attention.md"  # tests/insight/test_lessons.py runs what it shows
+
+
+def lines_of(*pages: str) -> list[str]:
+    """The lines of all shell blocks of these pages, each line once."""
+    blocks = [block for page in pages for block in re.findall(r"```sh\n(.*?)```", PAGES[page], re.DOTALL)]
+    return list(dict.fromkeys(line for block in blocks for line in block.splitlines() if line.strip()))
+
+
+def commands_of(lines: list[str]) -> list[str]:
+    """Without their comments, each command once."""
+    return list(dict.fromkeys(line.split(" #")[0].strip() for line in lines))
+
+
+LINES = lines_of(*(page for page in PAGES if page != LESSONS))
+NETWORK = commands_of([line for line in LINES if "# network" in line])
+COMMANDS = commands_of([line for line in LINES if "# network" not in line])
+PROSE = {page: re.sub(r"```.*?```", "", text, flags=re.DOTALL) for page, text in PAGES.items()}
+INLINE = [span for text in PROSE.values() for span in re.findall(r"`([^`\n]+)`", text)]
 TRAIN = ["steps=6", "batch_tokens=256", "seq_len=64", "schedule.warmup=2", "eval_tokens=512"]
 TRAIN += [
     "model.d_model=16",
@@ -110,11 +130,18 @@ def miniature(line: str) -> list[str]:
     return words
 
 
+# --- commands ---------------------------------------------------------------------------------------------------------
+
+
 def test_there_are_commands():
-    assert len(COMMANDS) > 10
+    assert len(COMMANDS) > 30 and len(NETWORK) > 5
 
 
-@pytest.mark.parametrize("line", [c for c in COMMANDS if c.startswith(("python", "torchrun"))])
+RUN = {shlex.join(miniature(line)): line for line in COMMANDS if line.startswith(("python", "torchrun"))}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("line", RUN.values())
 def test_the_command_works(folder, line):
     arguments = miniature(line)
     ranks = 2 if line.startswith("torchrun") and arguments[0] != "-m" else 1
@@ -136,24 +163,93 @@ def test_what_needs_the_network_composes(settings, line):
         settings(*(word for word in words[2:] if word != "merge"), config="prepare", kind=Prepare)
 
 
-@pytest.mark.parametrize("line", [c for c in COMMANDS if not c.startswith(("python", "torchrun"))])
-def test_the_other_commands_are_in_the_makefile(line):
-    program, target = line.split()
-    assert program == "make"
-    assert re.search(rf"^{target}:", (REPOSITORY / "Makefile").read_text(), re.MULTILINE)
+def test_the_commands_of_the_lessons_compose(settings):
+    lines = commands_of(lines_of(LESSONS))
+    assert len(lines) > 3
+    for line in lines:
+        program, *words = shlex.split(line)
+        assert [program, *words[:2]] == ["python", "-m", "scripts.lessons"]
+        settings(*(word for word in words[2:] if "=" in word), config="lessons", kind=Lessons)
 
 
+def test_the_other_commands_are_in_the_makefile():
+    others = [line for line in COMMANDS if not line.startswith(("python", "torchrun"))]
+    assert others
+    for line in others:
+        program, target = line.split()
+        assert program == "make"
+        assert re.search(rf"^{target}:", (REPOSITORY / "Makefile").read_text(), re.MULTILINE)
+
+
+def test_settings_in_the_text_compose(settings):
+    """Of `python train.py ...` in a sentence, and of settings alone in a table of experiments."""
+    spans = [span.removeprefix("python train.py") for span in INLINE if re.match("python train.py [^-]", span)]
+    spans.remove(" model.feed_forward=silu")  # of the change below
+    log = PAGES["docs/log.md"]
+    spans += [span for span in INLINE if f"| `{span}`" in log and re.fullmatch(r"([\w.]+=\S+ ?)+", span)]
+    assert len(spans) > 30
+    for span in spans:
+        words = shlex.split(span)
+        settings(*words, *TEXT[:2] * any(word.startswith("data.paths=") for word in words))
+
+
+@pytest.mark.slow
 def test_the_example_in_python_works(folder):
-    (code,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    (code,) = [code for text in PAGES.values() for code in re.findall(r"```python\n(.*?)```", text, re.DOTALL)]
     (folder / "example.py").write_text(code)
     assert run(folder, ["example.py"]).strip()
 
 
-def test_every_file_that_the_readme_names_is_there():
+def test_the_change_of_the_model_in_the_readme_works():
+    """Its lines are those of the files, and what comes out is another activation that the settings know."""
+    (diff,) = re.findall(r"```diff\n(.*?)```", README, re.DOTALL)
+    changed = {}
+    for name, hunk in re.findall(r"^--- (\S+)\n(.*?)(?=^--- |\Z)", diff, re.DOTALL | re.MULTILINE):
+        source = (REPOSITORY / name).read_text(encoding="utf-8")
+        (removed,) = re.findall(r"^-(.*)$", hunk, re.MULTILINE)
+        added = "\n".join(re.findall(r"^\+(.*)$", hunk, re.MULTILINE))
+        assert source.count(removed) == 1
+        changed[name] = {"__name__": feed_forward.__name__}
+        exec(source.replace(removed, added), changed[name])
+    silu = changed["model/feed_forward.py"]["FEED_FORWARDS"]["silu"](8, 16)
+    x = torch.randn(2, 3, 8)
+    torch.testing.assert_close(silu(x), silu.down(torch.nn.functional.silu(silu.up(x))))
+    shape = {"d_model": 8, "n_layers": 1, "n_heads": 2, "d_ff": 16, "max_seq_len": 4}
+    assert changed["model/config.py"]["ModelConfig"](**shape, feed_forward="silu").feed_forward == "silu"
+
+
+# --- pages and links --------------------------------------------------------------------------------------------------
+
+
+def test_the_readme_is_short():
+    assert len(README.splitlines()) <= 150
+
+
+def test_every_page_is_in_the_contents_of_the_readme():
+    assert set(PAGES) - {"README.md"} <= set(re.findall(r"\]\(([\w/]+\.md)\)", README))
+
+
+def anchors(text: str) -> set[str]:
+    """Of the headings of a page, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", re.sub(r"```.*?```", "", text, flags=re.DOTALL), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_link_leads_somewhere(page):
+    for link in re.findall(r"\]\(([^)\s]+)\)", PAGES[page]):
+        if link.startswith("https://"):
+            continue
+        target, _, anchor = link.partition("#")
+        path = (REPOSITORY / page).parent / target if target else REPOSITORY / page
+        assert path.is_file(), link
+        assert not anchor or anchor in anchors(path.read_text(encoding="utf-8")), link
+
+
+def test_every_file_that_a_page_names_is_there():
     kept = [path for path in REPOSITORY.iterdir() if path.name[0] != "." and path.name not in ("runs", "corpora")]
     there = [path for top in kept for path in (top.rglob("*") if top.is_dir() else [top])]
-    for name in re.findall(r"`([\w/]+\.(?:py|yaml|png))`|\]\((docs/[\w.]+)\)", README):
-        name = "".join(name)
-        if name == "config.yaml":  # a run's
-            continue
+    names = {span for span in INLINE if re.fullmatch(r"[\w/]+\.(py|cpp|yaml|png|md)", span)}
+    assert len(names) > 30
+    for name in names - {"config.yaml"}:  # a run's
         assert any(f"/{path}".endswith(f"/{name}") for path in there), name
