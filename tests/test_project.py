@@ -1,0 +1,48 @@
+"""What a host of the repository reads: workflows, templates, hooks, citation."""
+
+import re
+import tomllib
+
+import pytest
+import yaml
+
+from conf.entry import REPOSITORY
+
+GITHUB = sorted((REPOSITORY / ".github").rglob("*.yml"))
+PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+
+
+def read(path: str) -> dict:
+    return yaml.safe_load((REPOSITORY / path).read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("path", GITHUB, ids=lambda path: path.name)
+def test_the_files_for_github_are_yaml(path):
+    assert read(path)
+
+
+@pytest.mark.parametrize("name", ["bug", "idea"])
+def test_a_template_asks_questions_with_labels(name):
+    template = read(f".github/ISSUE_TEMPLATE/{name}.yml")
+    assert template["name"] and template["description"]
+    assert all(part["attributes"]["label"] for part in template["body"])
+    ids = [part["id"] for part in template["body"]]
+    assert len(set(ids)) == len(ids)
+
+
+def test_the_workflow_has_every_python_that_is_supported():
+    versions = read(".github/workflows/tests.yml")["jobs"]["tests"]["strategy"]["matrix"]["python"]
+    low, high = (int(minor) for minor in re.fullmatch(r">=3\.(\d+),<3\.(\d+)", PROJECT["requires-python"]).groups())
+    assert versions == [f"3.{minor}" for minor in range(low, high)]
+
+
+def test_the_hooks_have_the_ruff_of_the_lock_file():
+    (hooks,) = read(".pre-commit-config.yaml")["repos"]
+    locked = re.search(r"^ruff==(.+)$", (REPOSITORY / "requirements.lock").read_text(encoding="utf-8"), re.MULTILINE)
+    assert hooks["rev"] == f"v{locked[1]}"
+    assert [hook["id"] for hook in hooks["hooks"]] == ["ruff-check", "ruff-format"]
+
+
+def test_the_citation_has_the_version_and_license_of_the_project():
+    citation = read("CITATION.cff")
+    assert (citation["version"], citation["license"]) == (PROJECT["version"], PROJECT["license"])
