@@ -26,11 +26,15 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from conf import console, resumed
-from conf.overrides import readable
+from conf.overrides import SHOWN, is_list, kind_of, readable
 from conf.parsing import parse, setting_names, unknown_key
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 MAKERS = ("train", "prepare", "import_hf")  # they make a folder; what the others make is what they print
+OPTIONS = ("-h", "--help", "--hydra-help", "--version", "-r", "--run", "-m", "--multirun", "--resolve")  # Hydra's own
+OPTIONS += ("-sc", "--shell-completion", "-i", "--info")
+OPTIONS_WITH_VALUE = ("-c", "--cfg", "-p", "--package", "-cp", "--config-path", "-cn", "--config-name")
+OPTIONS_WITH_VALUE += ("-cd", "--config-dir", "--experimental-rerun")
 RUN_NAME = re.compile(r"\d{8}-\d{6}-(.+)-[0-9a-f]{6}")
 
 
@@ -92,10 +96,17 @@ OmegaConf.register_new_resolver("unless", lambda other, value: value if other is
 OmegaConf.register_new_resolver("repository", lambda _="": str(REPOSITORY), replace=True)
 
 
-def entry_point(config_name: str, schema: type, actions: tuple[str, ...] = ()) -> Callable:
+def entry_point(
+    config_name: str,
+    schema: type,
+    actions: tuple[str, ...] | dict[str, tuple[str, ...]] = (),
+    default_action: str | None = None,
+) -> Callable:
     """Decorates `run(cfg)` of an entry point: composes conf/CONFIG_NAME.yaml with the command line and parses it.
 
-    With `actions` it is run(cfg, action): one of these words may come first on the command line, else it is None.
+    With `actions` it is run(cfg, action): one of these words may come first on the command line; without one it is
+    `default_action`. As a dict `actions` says which settings each of them uses, the one that matters most first; then
+    a setting that the action has no use for is refused, and so is a command line without an action.
     What follows `--` on the command line becomes the setting `prompt`. Only train.py has a run folder; the other
     scripts leave nothing behind. A user's mistake, or a file that cannot be read or written, prints one line and exits
     2, Ctrl-C exits 130; that a reader of the output leaves is no error, and does not end what is being made. Of several
@@ -110,18 +121,22 @@ def entry_point(config_name: str, schema: type, actions: tuple[str, ...] = ()) -
             console.hear_signals()
             _check_ranks()
             text = _cut_text(sys.argv)
-            action = sys.argv.pop(1) if len(sys.argv) > 1 and re.fullmatch(r"\w+", sys.argv[1]) else None
-            if action is not None and action not in actions:
-                there = f"it must be one of {', '.join(actions)}" if actions else "settings have the form name=value"
-                _fail(f"{action} is no action here: {there}")
+            action = default_action
+            if actions and len(sys.argv) > 1 and re.fullmatch(r"\w+", sys.argv[1]):
+                action = sys.argv.pop(1)
+                if action not in actions:
+                    _fail(f"{action} is no action here: it must be one of {', '.join(actions)}")
             several = not {"-m", "--multirun"}.isdisjoint(sys.argv)
             if config_name != "train" and several:
                 _fail("several runs at once (-m) are for train.py")
+            uses = actions[action] if isinstance(actions, dict) and action is not None else (None,)
             begun, failed, process = [], {}, os.getpid()  # of several runs: their numbers, and exit codes
 
             def checked_run(composed: DictConfig):  # submitit pickles it with all that it refers to
                 begun.append(HydraConfig.get().job.num if several else None)
                 try:
+                    if isinstance(actions, dict):
+                        _check_uses(action, actions)
                     if config_name == "train":
                         composed = _resumed(composed, schema)
                     cfg: Any = parse(composed, schema)
@@ -159,6 +174,7 @@ def entry_point(config_name: str, schema: type, actions: tuple[str, ...] = ()) -
             try:
                 if not makes:
                     console.check()
+                _check_form(sys.argv[1:], schema, uses[0])
                 sys.argv[1:] = [readable(argument, schema, several) for argument in sys.argv[1:]]
                 if config_name == "train":
                     sys.argv[1:] = resumed.in_place(sys.argv[1:])
@@ -199,6 +215,60 @@ def _cut_text(argv: list[str]) -> str | None:
     text = " ".join(argv[at + 1 :])
     del argv[at:]
     return text
+
+
+def _check_form(arguments: list[str], schema: type, main_setting: str | None):
+    """ValueError for what is neither name=value nor an option of Hydra's: `--name value`, or a word alone.
+
+    It shows the form that these should have; a word alone is taken for a value of `main_setting`.
+    """
+    wrong: list[str] = []
+    values: dict[str, list[str]] = {}  # of the settings that are meant
+    names, setting, after_option, rest = setting_names(schema), main_setting, False, iter(arguments)
+    for argument in rest:
+        option, equals, value = argument.partition("=")
+        if option in OPTIONS_WITH_VALUE:
+            if not equals:
+                next(rest, None)
+        elif option in OPTIONS or argument.startswith("~"):
+            continue
+        elif option.startswith("-"):
+            wrong.append(option)
+            setting, after_option = option.lstrip("-").replace("-", "_"), True
+            values.setdefault(setting, []).extend([value] if equals else [])
+        elif not equals or (main_setting == "overrides" and "." in option and not option.startswith(("hydra.", "+"))):
+            if not after_option:
+                wrong.append(argument)
+            values.setdefault(setting or argument, []).append(argument if setting else "...")
+            if not is_list(setting or argument, schema):
+                setting, after_option = main_setting, False
+    if not wrong:
+        return
+    said = f"settings have the form name=value, got {' '.join(wrong)[:SHOWN]}"
+    if all("=" in argument for argument in wrong):
+        said = f"settings of train.py belong into overrides, got {' '.join(wrong)[:SHOWN]}"
+    if unknown := next((name for name in values if name not in names), None):
+        if "prompt" in names and not unknown.startswith("-"):
+            raise ValueError(f"{said}: a prompt comes last, after --")
+        raise ValueError(f"{said}: {unknown_key(unknown, schema)}")
+    given = []
+    for name, typed in values.items():
+        if is_list(name, schema):
+            given.append(f"{name}=[{','.join(typed) or '...'}]")
+        else:
+            given.append(f"{name}={' '.join(typed) or ('true' if kind_of(name, schema) is bool else '...')}")
+    raise ValueError(f"{said}: give {' '.join(map(shlex.quote, given))}")
+
+
+def _check_uses(action: str | None, actions: dict[str, tuple[str, ...]]):
+    """ValueError where there is no action, or a setting was typed that it has no use for."""
+    if action is None:
+        raise ValueError(f"an action must come first, one of {', '.join(actions)}")
+    for typed in HydraConfig.get().overrides.task:
+        name = typed.partition("=")[0].lstrip("+~")
+        others = [other for other, uses in actions.items() if name in uses]
+        if others and action not in others:
+            raise ValueError(f"{name} has no use for {action}, only for {', '.join(others)}")
 
 
 def _explain(error: Exception, schema: type) -> str:

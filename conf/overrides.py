@@ -6,10 +6,10 @@ https://hydra.cc/docs/1.3/advanced/override_grammar/basic/ says what it takes wi
 import re
 import shlex
 from dataclasses import is_dataclass
-from typing import Any, get_type_hints
+from typing import Any, get_origin, get_type_hints
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override, Quote, QuotedString
+from hydra.core.override_parser.types import ChoiceSweep, Override, Quote, QuotedString
 from hydra.errors import HydraException
 
 MOST_ITEMS = 2000  # of a list; the parser's time grows faster than a list does
@@ -36,6 +36,8 @@ def readable(argument: str, schema: type, several: bool) -> str:
             "conf/, as conf/experiment/smoke.yaml, and choose that"
         )
     override = None if value.count(",") >= MOST_ITEMS else _parsed(argument)
+    if override is not None and not several and is_list(name, schema) and _is_simple(override):
+        return f"{name}=[{value}]"
     if override is not None and not (text and _is_more_than_text(override)):
         return argument
     parts = not text and (value.startswith(("[", "{")) or (several and "," in value))
@@ -45,7 +47,7 @@ def readable(argument: str, schema: type, several: bool) -> str:
         if not parts:
             raise ValueError(f"{argument[:SHOWN]} is no setting: settings have the form name=value")
         raise ValueError(f"{argument[:SHOWN]} cannot be read: write it into a yaml file of conf/, and choose that")
-    if parts:
+    if parts and name != "overrides":  # whose items are settings themselves
         raise ValueError(f"{argument} needs quotes: {IF_ONE.join(map(shlex.quote, ways))}")
     return ways[0]
 
@@ -62,6 +64,14 @@ def _parsed(argument: str) -> Override | None:
 
 def _is_more_than_text(override: Override) -> bool:
     return override.is_sweep_override() or not isinstance(override.value(), str | None)
+
+
+def _is_simple(override: Override) -> bool:
+    """One word or number, or several, separated by commas."""
+    value = override.value()
+    if isinstance(value, ChoiceSweep):
+        return value.simple_form
+    return isinstance(value, str | int | float) and "${" not in str(value)
 
 
 def _quoted(parts: str) -> list[str]:
@@ -94,10 +104,16 @@ def _as_item(item: str) -> str:
 
 def _is_text(name: str, schema: type) -> bool:
     """Whether the setting is any text: neither a number, nor one of some words, nor a group of settings."""
+    return kind_of(name, schema) in (str, str | None)
+
+
+def is_list(name: str, schema: type) -> bool:
+    return get_origin(kind_of(name, schema)) is list
+
+
+def kind_of(name: str, schema: type) -> Any:
+    """The type of a setting; None where there is none of that name."""
     kind: Any = schema
     for part in name.lstrip("+").split("."):
-        found = get_type_hints(kind) if is_dataclass(kind) else {}
-        if part not in found:
-            return False
-        kind = found[part]
-    return kind in (str, str | None)
+        kind = get_type_hints(kind).get(part) if is_dataclass(kind) else None
+    return kind

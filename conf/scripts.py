@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from os.path import expanduser
 from typing import Annotated, Literal
 
-from annotated_types import Ge, Gt, Le
+from annotated_types import Ge, Gt, Le, MinLen
 from pydantic import AfterValidator
 
 from conf.schema import Count, Packing, Seed, SeqLen, Train, check_batch
@@ -185,3 +185,40 @@ class Explain:
                 raise ValueError(f"{name} has no use for method={self.method}, only for {', '.join(methods)}")
         if self.corrupted is not None and self.replacement is not None:
             raise ValueError("one of corrupted and replacement is enough: got both")
+
+
+@dataclass(frozen=True)
+class Runs:
+    """Everything that `python -m scripts.runs` can be told."""
+
+    folder: PathName
+    runs: list[PathName]
+    output: PathName
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """Everything that `python -m scripts.benchmark` can be told; scripts/benchmark.py says which of it is for what."""
+
+    json: PathName | None
+    rounds: Billion | None
+    seconds: Annotated[float, Gt(0), Le(1e7)] | None
+    threads: Annotated[int, Ge(1), Le(10**4)] | None
+    device: Name
+    peer: PathName | None
+    shape: Literal["small", "medium", "gpt2"]
+    d_model: Billion | None
+    n_layers: Billion | None
+    n_heads: Billion | None
+    vocabulary: Billion | None
+    rows: Billion | None
+    seq_len: Billion | None
+    seq_lens: Annotated[list[Billion], MinLen(1)]
+    overrides: list[Text]
+    seeds: Annotated[list[Seed], MinLen(1)]
+    picture: PathName | None
+    new_tokens: Billion
+    batch: Billion
+    far: Billion
+    source: Name
+    megabytes: Million

@@ -1,7 +1,5 @@
-"""Looks at runs from their folders alone.  python -m scripts.runs list | compare runs/A runs/B | plot runs/A runs/B"""
+"""Lists, compares and plots runs, from their folders alone.  python -m scripts.runs --help"""
 
-import argparse
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,13 +9,32 @@ from omegaconf import OmegaConf
 from rich.console import Console
 from typing_extensions import TypedDict
 
-from conf.console import check, guard_output, hear_signals, visible
-from conf.entry import one_line
+from conf.console import visible
+from conf.entry import check_output, entry_point
+from conf.scripts import Runs
 from data.files import read_json
 from insight.drawing import pyplot
 from scripts import terminal
 from training.checkpoint import describe_best
 from training.metrics import best, read_rows
+
+
+@entry_point(
+    "runs", Runs, {"list": ("folder",), "compare": ("runs",), "plot": ("runs", "output")}, default_action="list"
+)
+def main(cfg: Runs, action: str):
+    if action == "list":
+        show_list(Path(cfg.folder), terminal.console())
+        return
+    runs = [Path(run) for run in cfg.runs]
+    if len(runs) < (needed := 2 if action == "compare" else 1):
+        what = "two runs or more" if needed == 2 else "a run or more"
+        raise ValueError(f"{action} needs {what}, got {', '.join(cfg.runs) or 'none'}: give runs='[runs/A,runs/B]'")
+    if action == "compare":
+        compare(runs, terminal.console())
+    else:
+        check_output("output", cfg.output)
+        plot(runs, Path(cfg.output))
 
 
 def rows(run: Path) -> list[dict]:
@@ -135,8 +152,6 @@ def _age(seconds: float) -> str:
 
 def compare(runs: list[Path], console: Console):
     """The settings that differ, and the last of every figure, side by side."""
-    if len(runs) < 2:
-        raise ValueError(f"comparing needs two runs or more, got {runs[0]}")
     given = [settings(run) for run in runs]
     figures = [_figures(rows(run)) for run in runs]
     for title, columns in (("setting", given), ("last", figures)):
@@ -188,38 +203,6 @@ def plot(runs: list[Path], output: Path):
     figure.tight_layout()
     figure.savefig(output, dpi=120)
     print(output)
-
-
-def main():
-    parser = argparse.ArgumentParser(prog="python -m scripts.runs", description=__doc__.split("  ")[0])
-    actions = parser.add_subparsers(dest="action", required=True)
-    listing = actions.add_parser("list", help="a line a run")
-    listing.add_argument("folder", nargs="?", type=Path, default=Path("runs"))
-    comparing = actions.add_parser("compare", help="which settings differ, and the last figures")
-    comparing.add_argument("runs", nargs="+", type=Path)
-    plotting = actions.add_parser("plot", help="a picture of the loss curves")
-    plotting.add_argument("runs", nargs="+", type=Path)
-    plotting.add_argument("--output", type=Path, default=Path("loss.png"))
-    arguments = parser.parse_args()
-    guard_output()
-    hear_signals()
-    console = terminal.console()
-    try:
-        check()
-        if arguments.action == "list":
-            show_list(arguments.folder, console)
-        elif arguments.action == "compare":
-            compare(arguments.runs, console)
-        else:
-            plot(arguments.runs, arguments.output)
-        sys.stdout.flush()
-        check()
-    except (ValueError, OSError) as error:
-        print(visible(f"error: {one_line(error)}", sys.stderr), file=sys.stderr)
-        sys.exit(2)
-    except KeyboardInterrupt:
-        print("\ninterrupted", file=sys.stderr)
-        sys.exit(130)
 
 
 if __name__ == "__main__":
