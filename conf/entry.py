@@ -31,10 +31,8 @@ from conf.parsing import parse, setting_names, unknown_key
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 MAKERS = ("train", "prepare", "import_hf")  # they make a folder; what the others make is what they print
-OPTIONS = ("-h", "--help", "--hydra-help", "--version", "-r", "--run", "-m", "--multirun", "--resolve")  # Hydra's own
-OPTIONS += ("-sc", "--shell-completion", "-i", "--info")
-OPTIONS_WITH_VALUE = ("-c", "--cfg", "-p", "--package", "-cp", "--config-path", "-cn", "--config-name")
-OPTIONS_WITH_VALUE += ("-cd", "--config-dir", "--experimental-rerun")
+OPTIONS = "-h --help --hydra-help --version -r --run -m --multirun --resolve -sc --shell-completion -i --info"  # Hydra's
+OPTIONS_WITH_VALUE = "-c --cfg -p --package -cp --config-path -cn --config-name -cd --config-dir --experimental-rerun"
 RUN_NAME = re.compile(r"\d{8}-\d{6}-(.+)-[0-9a-f]{6}")
 
 
@@ -227,10 +225,10 @@ def _check_form(arguments: list[str], schema: type, main_setting: str | None):
     names, setting, after_option, rest = setting_names(schema), main_setting, False, iter(arguments)
     for argument in rest:
         option, equals, value = argument.partition("=")
-        if option in OPTIONS_WITH_VALUE:
+        if option in OPTIONS_WITH_VALUE.split():
             if not equals:
                 next(rest, None)
-        elif option in OPTIONS or argument.startswith("~"):
+        elif option in OPTIONS.split() or argument.startswith("~"):
             continue
         elif option.startswith("-"):
             wrong.append(option)

@@ -148,5 +148,5 @@ def _names(schema: Any, prefix: str = "") -> Iterator[str]:
     for item in fields(schema):
         yield prefix + item.name
         for kind in get_args(item.type) or [item.type]:
-            if is_dataclass(kind):
+            if isinstance(kind, type) and is_dataclass(kind):  # not a bound of Annotated, which is one, too
                 yield from _names(kind, f"{prefix}{item.name}.")

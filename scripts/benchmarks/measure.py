@@ -1,5 +1,6 @@
 """Fair comparisons: everything in turn, medians, and what the machine itself can do."""
 
+import contextlib
 import statistics
 import sys
 import time
@@ -8,6 +9,7 @@ from itertools import accumulate
 
 import torch
 from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
 from torch.profiler import ProfilerActivity, profile
 
 from conf.entry import REPOSITORY
@@ -85,6 +87,10 @@ def peak_memory(work: Callable[[], object], device: str) -> int:
 
 def prepared(source: str, tokenizer: str) -> tuple[Prepare, Corpus]:
     """The settings and the corpus of a choice of the group `data` and one of `tokenizer`."""
-    with initialize_config_dir(str(REPOSITORY / "conf"), version_base="1.3"):
+    if GlobalHydra.instance().is_initialized():  # by the entry point
+        configs = contextlib.nullcontext()
+    else:
+        configs = initialize_config_dir(str(REPOSITORY / "conf"), version_base="1.3")
+    with configs:
         cfg = parse(compose("prepare", overrides=[f"data={source}", f"tokenizer={tokenizer}"]), Prepare)
     return cfg, prepare(cfg.data, cfg.tokenizer)

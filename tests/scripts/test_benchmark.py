@@ -6,6 +6,8 @@ import torch
 from commands import command
 
 from conf.entry import REPOSITORY
+from conf.parsing import setting_names
+from conf.scripts import Benchmark
 from model.generation import next_logits
 from scripts import benchmark
 from scripts.benchmarks import generate, learn
@@ -13,7 +15,7 @@ from scripts.benchmarks.train import lengths, training
 
 
 def test_the_benchmark_of_data_measures_both_sides(monkeypatch):
-    arguments = ["data", "--source", "repository", "--megabytes", "1", "--rounds", "1", "--json", "out.json"]
+    arguments = ["data", "source=repository", "megabytes=1", "rounds=1", "json=out.json"]
     result = command("-m", "scripts.benchmark", *arguments)
     assert result.returncode == 0, result.stderr
     writing, reading = json.loads(Path("out.json").read_text())["results"]
@@ -71,21 +73,48 @@ def test_the_benchmark_of_learning_is_a_run_from_its_start_to_its_end(monkeypatc
 
 
 @pytest.mark.parametrize(
-    "arguments",
+    ("arguments", "message"),
     [
-        ["train", "--rounds", "0"],
-        ["train", "--rounds", "-1"],
-        ["length", "--threads", "0"],
-        ["train", "--seconds", "nan"],
-        ["generate", "--batch", "1e9"],
-        ["generate", "--json", "nope/x.json"],
-        ["learn", "--picture", "."],
+        ("train rounds=0", "rounds must be at least 1, got 0"),
+        ("train rounds=-1", "rounds must be at least 1, got -1"),
+        ("length threads=0", "threads must be at least 1, got 0"),
+        ("length seq_lens=[]", "seq_lens"),
+        ("train seconds=nan", "seconds must be a number, got nan"),
+        ("train shape=tiny", "shape must be one of small, medium, gpt2, got tiny"),
+        ("generate batch=1e9", "batch must be at most 1000000, got 1000000000.0"),
+        ("generate json=nope/x.json", "nope/x.json cannot be written: give json=FILE in a folder that is there"),
+        ("learn picture=.", ". cannot be written: give picture=FILE"),
+        ("learn peer=nope", "peer must be a folder with a checkout, got nope"),
+        ("learn new_tokens=3", "new_tokens has no use for learn, only for generate"),
+        ("data shape=small", "shape has no use for data, only for train, length"),
+        ("", "an action must come first, one of train, length, learn, generate, data"),
+        ("trian", "trian is no action here: it must be one of train, length, learn, generate, data"),
+        ("train --shape small --seq-len=5", "got --shape --seq-len: give shape=small seq_len=5"),
+        ("learn --seeds 0 1 --peer x", "got --seeds --peer: give 'seeds=[0,1]' peer=x"),
+        ("learn model.n_layers=6", "belong into overrides, got model.n_layers=6: give 'overrides=[model.n_layers=6]'"),
     ],
 )
-def test_what_cannot_be_measured_is_refused_before_the_work(arguments, monkeypatch, capsys):
-    monkeypatch.setattr("sys.argv", ["benchmark", *arguments])
+def test_what_cannot_be_measured_is_refused_before_the_work(arguments, message, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["benchmark", *arguments.split()])
     with pytest.raises(SystemExit) as ended:
         benchmark.main()
     assert ended.value.code == 2
-    last = capsys.readouterr().err.splitlines()[-1]
-    assert arguments[-1] in last and ("must be" in last or "cannot be written" in last)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ") and message in line
+
+
+def test_the_settings_of_an_action_reach_what_it_measures(monkeypatch):
+    measured = []
+    monkeypatch.setattr(benchmark, "learning", lambda *given: measured.append(given))
+    for arguments in ("", "seconds=5 seeds=[1,2] overrides=[model.n_layers=6,optimizer.lr=1e-3] picture=x.png"):
+        monkeypatch.setattr("sys.argv", ["benchmark", "learn", *arguments.split()])
+        benchmark.main()
+    overrides = ["model.n_layers=6", "optimizer.lr=1e-3"]
+    assert measured == [
+        (300.0, [0], "shakespeare", None, [], None),
+        (5.0, [1, 2], "shakespeare", None, overrides, Path("x.png")),
+    ]
+
+
+def test_every_setting_of_the_benchmark_is_of_some_action():
+    assert {name for uses in benchmark.USES.values() for name in uses} == set(setting_names(Benchmark))

@@ -46,7 +46,7 @@ def test_the_list_has_a_line_a_run_also_for_those_of_a_sweep_and_broken_ones(mak
     for age, name in enumerate(("fresh", "broken", "sweep/0", "whole")):
         then = time.time() - (0, 90, 7200, 200000)[age]
         os.utime(tmp_path / "runs" / name / "metrics.jsonl", (then, then))
-    result = command("-m", "scripts.runs", "list")
+    result = command("-m", "scripts.runs")
     assert result.returncode == 0, result.stderr
     assert table(result.stdout)[:5] == [
         ["run", "steps", "loss", "val", "bits", "params", "ended", "age"],
@@ -90,7 +90,7 @@ def test_a_run_that_ran_out_of_patience_has_ended(make):
 def test_comparing_shows_the_settings_that_differ_and_the_last_figures(make):
     make("a", 1, [3.0, 2.0, 1.0], {1: 2.5, 2: 2.25})
     make("b", 2, [3.5, 2.5], {1: 2.0})
-    result = command("-m", "scripts.runs", "compare", "runs/a", "runs/b")
+    result = command("-m", "scripts.runs", "compare", "runs=[runs/a,runs/b]")
     assert result.returncode == 0, result.stderr
     settings, figures = result.stdout.strip().split("\n\n")
     assert table(settings) == [["setting", "a", "b"], ["seed", "1", "2"], ["model.d_model", "16", "32"]]
@@ -103,14 +103,14 @@ def test_comparing_shows_the_settings_that_differ_and_the_last_figures(make):
 def test_equal_settings_are_said_to_be_equal_and_a_missing_figure_is_a_dash(make):
     make("a", 1, [3.0], {1: 2.5})
     make("b", 1, [3.0], {})
-    result = command("-m", "scripts.runs", "compare", "runs/a", "runs/b")
+    result = command("-m", "scripts.runs", "compare", "runs=[runs/a,runs/b]")
     assert "no setting differs" in result.stdout
     assert ["val_loss", "2.5", "-"] in table(result.stdout)
 
 
 def test_a_picture_is_made(make, tmp_path):
     make("sweep/0", 1, [3.0, 2.0, 1.0], {1: 2.5, 3: 2.25})
-    result = command("-m", "scripts.runs", "plot", "runs/sweep/0", "--output", "picture.png")
+    result = command("-m", "scripts.runs", "plot", "runs=runs/sweep/0", "output=picture.png")
     assert result.returncode == 0, result.stderr
     assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
     assert runs.name(tmp_path / "runs" / "sweep" / "0") == "sweep/0"
@@ -119,11 +119,24 @@ def test_a_picture_is_made(make, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["list"], "there is no run in runs: python train.py makes one"),
-        (["list", "elsewhere"], "there is no run in elsewhere"),
-        (["compare", "a"], "comparing needs two runs or more, got a"),
-        (["compare", "a", "b"], "a is no run folder: config.yaml is missing"),
-        (["plot", "a"], "a is no run folder: metrics.jsonl is missing"),
+        ([], "there is no run in runs: python train.py makes one"),
+        (["list", "folder=elsewhere"], "there is no run in elsewhere"),
+        (["list", "elsewhere"], "settings have the form name=value, got elsewhere: give folder=elsewhere"),
+        (["plto"], "plto is no action here: it must be one of list, compare, plot"),
+        (["compare"], "compare needs two runs or more, got none: give runs='[runs/A,runs/B]'"),
+        (["compare", "runs=[a]"], "compare needs two runs or more, got a: give"),
+        (["compare", "a", "b"], "settings have the form name=value, got a b: give 'runs=[a,b]'"),
+        (["compare", "runs=[a,b]"], "a is no run folder: config.yaml is missing"),
+        (
+            ["plot", "runs=20261201-122516-a-00ff-1"],
+            "20261201-122516-a-00ff-1 is no run folder: metrics.jsonl is missing",
+        ),
+        (
+            ["plot", "a", "--output", "x.png"],
+            "settings have the form name=value, got a --output: give 'runs=[a]' output=",
+        ),
+        (["plot", "runs=a", "output=nope/x.png"], "nope/x.png cannot be written: give output=FILE"),
+        (["compare", "runs=[a,b]", "folder=runs"], "folder has no use for compare, only for list"),
     ],
 )
 def test_a_mistake_is_one_line(arguments, message):
@@ -134,7 +147,7 @@ def test_a_mistake_is_one_line(arguments, message):
 
 def test_a_damaged_config_is_named(make):
     (make("a", 1, [3.0], {}) / "config.yaml").write_text("a: [")
-    result = command("-m", "scripts.runs", "compare", "runs/a", "runs/a")
+    result = command("-m", "scripts.runs", "compare", "runs=[runs/a,runs/a]")
     assert result.returncode == 2 and "runs/a/config.yaml is damaged" in result.stderr
     assert result.stderr.count("\n") == 1
 
@@ -151,7 +164,7 @@ def test_a_damaged_run_is_listed_with_a_note_and_hides_no_other(make, row):
     assert ["whole", "3/3", "1.0000"] in [line[:3] for line in table(result.stdout)]
     assert ["bad", "?"] in table(result.stdout)
     assert "metrics.jsonl, line 1, is damaged: " in result.stdout
-    result = command("-m", "scripts.runs", "compare", "runs/whole", "runs/bad")
+    result = command("-m", "scripts.runs", "compare", "runs=runs/whole,runs/bad")
     assert result.returncode == 2
     assert "error: runs/bad/metrics.jsonl, line 1, is damaged: " in result.stderr
 
