@@ -31,7 +31,8 @@ from conf.parsing import parse, setting_names, unknown_key
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 MAKERS = ("train", "prepare", "import_hf")  # they make a folder; what the others make is what they print
-OPTIONS = "-h --help --hydra-help --version -r --run -m --multirun --resolve -sc --shell-completion -i --info"  # Hydra's
+# Hydra's own, and those that a value follows
+OPTIONS = "-h --help --hydra-help --version -r --run -m --multirun --resolve -sc --shell-completion -i --info"
 OPTIONS_WITH_VALUE = "-c --cfg -p --package -cp --config-path -cn --config-name -cd --config-dir --experimental-rerun"
 RUN_NAME = re.compile(r"\d{8}-\d{6}-(.+)-[0-9a-f]{6}")
 

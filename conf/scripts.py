@@ -218,7 +218,7 @@ class Benchmark:
     seeds: Annotated[list[Seed], MinLen(1)]
     picture: PathName | None
     new_tokens: Billion
-    batch: Billion
+    batch: Million
     far: Billion
     source: Name
     megabytes: Million
