@@ -27,7 +27,8 @@ def _leave(number: int, _frame):
     os._exit(128 + number)
 
 
-if sys.argv[0] == "-m" or str(getattr(sys.modules["__main__"], "__file__", "")).endswith("train.py"):
+_program = os.path.basename(getattr(sys.modules["__main__"], "__file__", None) or "")
+if sys.argv[0] == "-m" or _program in ("train.py", "inkling"):
     for _number in (0, 1, 2):  # where one is closed, the next file that is opened must not become it
         try:
             os.fstat(_number)
