@@ -1,6 +1,6 @@
 """Trains a GPT: the story of a run, from top to bottom.  python train.py --help"""
 
-from conf import console  # noqa: F401  first: from here on Ctrl-C ends it quietly
+from conf import console  # noqa: F401  imported first, so that Ctrl-C during the other imports prints no traceback
 
 # isort: split
 import os
@@ -27,7 +27,7 @@ from training.recorder import Recorder
 from training.recovery import recover
 from training.resume import Start, find_start, nothing_left, planned_steps
 from training.sampling import write_sample
-from training.schedule import Due, rate_factor, row_length, row_lengths
+from training.schedule import Due, lr_factor, row_length, row_lengths
 from training.state import TrainState
 from training.step import Step, look, train_step
 
@@ -44,9 +44,9 @@ def main(cfg: Train):
 
 
 def train(cfg: Train, folder: Path, group: str | None = None) -> int:
-    """Trains as `cfg` says -> the exit code. Of several ranks the first speaks.
+    """Trains as configured and returns the exit code. Only rank 0 prints.
 
-    `folder` is that of this run, `group` the name of its sweep.
+    `folder` is the run folder, `group` the name of the sweep that the run belongs to, if any.
     """
     if cfg.dry_run:
         print(estimate.report(cfg, *planned_vocabulary(cfg.data, cfg.tokenizer)))
@@ -76,7 +76,7 @@ def run(cfg: Train, folder: Path, group: str | None, began: float, start: Start)
     length_at = partial(row_length, steps=steps, seq_len=cfg.seq_len, warmup=cfg.seq_len_warmup)
     lengths = row_lengths(start.step, end, steps, cfg.seq_len, cfg.seq_len_warmup)
 
-    # --- the model, how it is computed, and everything with memory ---
+    # --- the model, how it is computed here, and the training state ---
     torch.manual_seed(cfg.seed)
     engine = Engine.build(cfg, corpus.tokenizer.vocab_size, steps, start.saved.get("choices", {}), start.weights_of)
     epochs = batches.epoch(end) - batches.epoch(start.step)
@@ -94,7 +94,7 @@ def run(cfg: Train, folder: Path, group: str | None, began: float, start: Start)
         distributed.name_missing_ranks(lambda: state.step),
     ):
         if cfg.on_spike == "rollback":
-            checkpoints.ensure(state)  # something to go back to
+            checkpoints.ensure(state)  # to have one to roll back to
         stream, reason, patient = batches.stream(state.step, end, engine.device), 0, True
         pending: list[Step] = []
         while state.step < end and patient:
@@ -102,15 +102,15 @@ def run(cfg: Train, folder: Path, group: str | None, began: float, start: Start)
                 break
             count, batch = next(stream)
             due, length = Due.after(state.step + 1, cfg.every, steps, end), length_at(state.step)
-            factor = rate_factor(state.step, steps, cfg.schedule)
+            factor = lr_factor(state.step, steps, cfg.schedule)
             if length != length_at(max(0, state.step - 1)):
-                state.gate.forget()
+                state.gate.forget_losses()
             pending.append(train_step(engine, state, batch, count, factor, cfg.optimizer.grad_clip, length, due.row))
             state.step += 1
             if not (due.any or interrupted.look_due(state.step)):
                 continue
 
-            # what has become of the steps since the last look, on the device, which is waited for
+            # wait for the device: the outcome of the steps since the last look
             outcome = look(state, pending)
             if outcome.held:
                 length = length_at(outcome.number)

@@ -1,6 +1,6 @@
-"""What `auto` means: each choice follows a stated rule from the hardware and the planned work, never from timing.
+"""What `auto` means: a fixed rule for each choice, based on the hardware and the planned work, never on timing.
 
-A run saves its choices and a resumed run keeps them.
+A run saves its choices, and a resumed run keeps them.
 """
 
 import ctypes
@@ -41,7 +41,7 @@ Switch = Annotated[bool | str, AfterValidator(_switch)]
 
 @dataclass(frozen=True)
 class DeviceSpec:
-    """A device as its maker and its renters describe it, for estimates and for the mfu of a run on it."""
+    """A device's data sheet and price, for estimates and for the MFU of a run on it."""
 
     name: Name
     kind: Literal["gpu", "cpu"]
@@ -51,13 +51,13 @@ class DeviceSpec:
     price_per_hour: Annotated[float, Ge(0), Le(1e9)] | None
 
     def flops(self, precision: str) -> float:
-        """FLOP/s in `precision`; in fp32 where it has no units for that."""
+        """Peak FLOP/s in `precision`; in fp32 if the device has no units for it."""
         return self.flops_fp32 if precision == "fp32" or self.flops_bf16 is None else self.flops_bf16
 
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """How a model is computed: on what, and by what; see engine.py and, for what `auto` means, `choose`."""
+    """How a model is computed: see engine.py, and `choose` for what `auto` means."""
 
     device: Name
     precision: Literal["auto", "fp32", "bf16", "fp16"]
@@ -71,43 +71,43 @@ class EngineConfig:
     device_spec: DeviceSpec
 
 
-COMPILE_FLOPS_CPU = 4e12  # two minutes or so on two cores; compiling costs about one
-COMPILE_FLOPS_GPU = 1e16  # a minute or so
+COMPILE_FLOPS_CPU = 4e12  # about two minutes on two cores; compiling takes about one
+COMPILE_FLOPS_GPU = 1e16  # about a minute
 
 
 def choose_device(device: str, deterministic: bool = False) -> torch.device:
-    """auto: a CUDA GPU where torch sees one, else the CPU. `deterministic`: kernels that repeat bit for bit.
+    """auto: a CUDA GPU if torch sees one, else the CPU. `deterministic`: use kernels that repeat bit for bit.
 
-    Without it they do so on a CPU only, where it costs nothing and compiled code needs it.
+    On a CPU they always do: it costs nothing there, and compiled code needs it.
     """
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     try:
         chosen = torch.device(device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu")
-        torch.zeros(1, device=chosen).item()  # which "meta" cannot
+        torch.zeros(1, device=chosen).item()  # "meta" fails here
     except Exception as error:  # of torch, of many kinds
         reason = str(error).splitlines()[0].split(". ")[0]
         raise ValueError(f"device {device} cannot be used here: {reason[:150]}") from error
-    if chosen.type == "cuda":  # fp32 products by tensor cores
+    if chosen.type == "cuda":  # fp32 matrix products in TF32
         torch.set_float32_matmul_precision("high")
     if deterministic or "torch._inductor" in sys.modules:
         torch.use_deterministic_algorithms(deterministic or chosen.type == "cpu")
-    else:  # the same without the compiler's own flag, whose import takes a second
+    else:  # the same without importing the compiler, which takes a second, to set its flag
         torch.set_deterministic_debug_mode("error" if chosen.type == "cpu" else "default")
-    torch.utils.deterministic.fill_uninitialized_memory = False  # a tenth of a small step, and nobody reads it
+    torch.utils.deterministic.fill_uninitialized_memory = False  # it costs a tenth of a small step, for memory unread
     return chosen
 
 
 def keep_freed_memory():
-    """What a step frees on a CPU stays with the process for the next: fresh pages cost a twentieth of a small step."""
-    with suppress(OSError, AttributeError):  # another C library than glibc, whose malloc.h has these numbers
+    """Lets the C library keep memory that a step frees, on a CPU: fresh pages cost a twentieth of a small step."""
+    with suppress(OSError, AttributeError):  # not glibc, whose malloc.h defines these numbers
         libc = ctypes.CDLL(None)
-        libc.mallopt(-3, 2**25)  # M_MMAP_THRESHOLD: blocks up to 32 MiB come from the heap,
-        libc.mallopt(-1, 2**29)  # M_TRIM_THRESHOLD: whose end is given back from 512 MiB on
+        libc.mallopt(-3, 2**25)  # M_MMAP_THRESHOLD: blocks up to 32 MiB come from the heap
+        libc.mallopt(-1, 2**29)  # M_TRIM_THRESHOLD: the top of the heap is returned only above 512 MiB
 
 
 def peak_flops(device: torch.device, spec: DeviceSpec, precision: str) -> float | None:
-    """FLOP/s of the GPU at hand, if it is the one that device_spec describes; None for any other device."""
+    """The peak FLOP/s of this GPU if device_spec describes it; None for any other device."""
     if device.type != "cuda" or spec.name.split("_")[0] not in torch.cuda.get_device_name(device).lower():
         return None
     return spec.flops(precision)
@@ -115,7 +115,7 @@ def peak_flops(device: torch.device, spec: DeviceSpec, precision: str) -> float 
 
 @dataclass
 class Choices:
-    """How a run computes; saved with it, since a resumed run keeps them."""
+    """What `auto` was resolved to; saved with the run, since a resumed run keeps it."""
 
     precision: str
     kernels: bool
@@ -135,9 +135,9 @@ def choose(
     soft_cap: float | None,
     saved: dict[str, Any],
 ) -> Choices:
-    """Each setting as it was asked for; where that is auto, as `saved` by the run to resume, else by its rule.
+    """Each setting as given; where it is auto, as `saved` by the run that is resumed, else by its rule.
 
-    rows: of a batch; flops: of the whole run; soft_cap: the model's.
+    rows: in a batch; flops: of the complete run; soft_cap: the model's.
     """
     names = [one.name for one in fields(Choices)]
     given = {name: getattr(asked, name) for name in names}
@@ -154,16 +154,16 @@ def choose(
         c.micro_batch = _micro_batch(device, rows, seq_len, vocab_size)
     if asked.kernels is True and (device.type, c.precision, c.compile) != ("cpu", "fp32", False):
         got = f"device {device.type}, precision {c.precision}, compile {str(c.compile).lower()}"
-        raise ValueError(f"kernels=true needs a CPU, precision=fp32 and compile=false, got {got}: take kernels=auto")
+        raise ValueError(f"kernels=true needs a CPU, precision=fp32 and compile=false, got {got}: give kernels=auto")
     if c.precision == "fp16" and device.type == "cpu":
-        raise ValueError("precision=fp16 needs a GPU, got device cpu: take bf16 or fp32")
+        raise ValueError("precision=fp16 needs a GPU, got device cpu: give bf16 or fp32")
     return c
 
 
 def choose_precision(device: torch.device) -> str:
-    """bf16 where the hardware multiplies it, else fp16 on CUDA, else fp32.
+    """bf16 if the hardware has units for it, else fp16 on CUDA, else fp32.
 
-    On a CPU without such units (AMX or AVX-512 BF16), bf16 products are far slower than fp32.
+    On a CPU without AMX or AVX-512 BF16, bf16 matrix products are far slower than fp32 ones.
     """
     if device.type == "cuda":
         return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
@@ -174,41 +174,41 @@ def choose_precision(device: torch.device) -> str:
 
 
 def _kernels(device: torch.device, precision: str, compile: bool | str) -> bool:
-    """On a CPU in fp32, where they are as fast as compiled code without minutes of compiling, given a C++ compiler."""
+    """On a CPU in fp32 with a C++ compiler: as fast as torch.compile, without its minute of compiling."""
     return device.type == "cpu" and precision == "fp32" and compile is not True and has_compiler()
 
 
 def _compile(device: torch.device, flops: float) -> bool:
-    """Where the run is long enough to earn the compilation back, and on a CPU has a C++ compiler."""
+    """If the run is long enough to earn the compilation back; on a CPU it also takes a C++ compiler."""
     if device.type == "cuda":
         return flops > COMPILE_FLOPS_GPU
     return device.type == "cpu" and flops > COMPILE_FLOPS_CPU and has_compiler()
 
 
 def choose_attention(device: torch.device, compiled: bool, precision: str, seq_len: int, soft_cap: float | None) -> str:
-    """Torch's kernel; written out where that cannot, or is slower: compiled for a CPU in bf16, with a small square."""
+    """torch's fused kernel; "math" for a soft cap, and where it is faster: short rows, compiled in bf16 on a CPU."""
     if soft_cap is not None:
         return "math"
     return "math" if device.type == "cpu" and compiled and precision == "bf16" and seq_len <= 512 else "fused"
 
 
 def _micro_batch(device: torch.device, rows: int, seq_len: int, vocab_size: int) -> int:
-    """The most rows that divide the batch and keep the logits of a forward, in fp32, within a bound."""
+    """The most rows that divide the batch and keep one forward's fp32 logits within a bound."""
     bound = 2**32 if device.type == "cuda" else 2**28  # bytes
     return max(n for n in divisors(rows) if n == 1 or 4 * n * seq_len * vocab_size <= bound)
 
 
 def divisors(n: int) -> list[int]:
-    """All, in ascending order."""
+    """All divisors of n, in ascending order."""
     low = [i for i in range(1, math.isqrt(n) + 1) if n % i == 0]
     return sorted({*low, *(n // i for i in low)})
 
 
 def largest_that_fits(model: nn.Module, batch: dict[str, Tensor], autocast: torch.autocast) -> int:
-    """The most rows, of those that divide the batch's, with which a forward and backward do not run out of GPU memory.
+    """Finds by trial the most rows, dividing the batch's, whose forward and backward fit into the GPU's memory.
 
-    Tried out, beside room for gradients that add up and what AdamW will remember. Leaves no gradient, and draws no
-    random number. ValueError if not even one row fits.
+    Leaves room for accumulated gradients and AdamW's moments. Leaves no gradient and draws no random number. ValueError
+    if not even one row fits.
     """
     rows = len(batch["tokens"])
     n_bytes = 12 * sum(p.numel() for p in model.parameters())
@@ -232,26 +232,26 @@ def largest_that_fits(model: nn.Module, batch: dict[str, Tensor], autocast: torc
     fits = int(min(distributed.gather(fits)[0]))
     if fits == 0:
         raise ValueError(
-            "not even micro_batch=1 fits the GPU's memory: take a smaller model or seq_len, or parallel=fsdp"
+            "not even micro_batch=1 fits into the GPU's memory: give a smaller model or seq_len, or parallel=fsdp"
         )
     return fits
 
 
 @contextmanager
 def explain_oom(model: nn.Module, batch: dict[str, Tensor], micro_batch: int, autocast) -> Iterator[None]:
-    """Around a step: a ValueError that names the micro_batch that would fit, where this one does not."""
+    """Wraps a step: turns running out of GPU memory into a ValueError that names the micro_batch that would fit."""
     try:
         yield
     except torch.OutOfMemoryError as error:
         model.zero_grad(set_to_none=True)
         hint = "a smaller micro_batch, or parallel=fsdp, would need less"
         if distributed.size() == 1 and micro_batch > 1:
-            some = {name: rows[: micro_batch // 2] for name, rows in batch.items()}
-            hint = f"micro_batch={largest_that_fits(model, some, autocast)} would fit"
-        raise ValueError(f"the GPU's memory is not enough for micro_batch {micro_batch}: {hint}") from error
+            half = {name: rows[: micro_batch // 2] for name, rows in batch.items()}
+            hint = f"micro_batch={largest_that_fits(model, half, autocast)} would fit"
+        raise ValueError(f"micro_batch {micro_batch} does not fit into the GPU's memory: {hint}") from error
 
 
 def autocast(device: torch.device, precision: str) -> torch.autocast:
-    """The context in which matrix products take `precision`; weights stay fp32."""
+    """The context in which matrix products run in `precision`; weights stay fp32."""
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
     return torch.autocast(device.type, dtype, enabled=dtype is not None)

@@ -1,4 +1,4 @@
-"""Which table of functions a model computes with, see model/ops.py."""
+"""Chooses the table of functions that a model computes with, see model/ops.py."""
 
 from dataclasses import replace
 
@@ -7,9 +7,9 @@ from model.ops import BACKENDS, TORCH, Ops
 
 
 def choose_ops(attention: str, kernels: bool) -> Ops:
-    """By the settings of these names, as auto.choose has them. The kernels must be loaded.
+    """The table for these settings, as auto.choose resolved them. The kernels must be loaded.
 
-    Attention that is to be written out stays so beside the kernels.
+    attention=math holds with kernels too.
     """
     if not kernels:
         return BACKENDS[attention]

@@ -1,14 +1,14 @@
-"""Checkpoints: folders that exist whole or not at all.
+"""The checkpoint format: folders that are either complete or absent.
 
     RUN/checkpoints/step_00001000/
         model.safetensors   the weights; a tied head once
-        model.json          what GPT(...) needs to build it again, and where the run stood
+        model.json          the model's arguments, and where the run stood
         tokenizer/          what load_tokenizer needs
         training.pt         what resuming needs besides: optimizer, RNG states, choices
         manifest.json       size and sha256 of every file above; written last
 
-A folder is written beside, flushed to the disk and renamed in. A reader checks every file against the manifest; for
-sampling, training.pt may be missing.
+A folder is written under a temporary name next to its place, flushed to the disk and renamed. A reader checks every
+file against the manifest; for sampling, training.pt may be missing.
 """
 
 import contextlib
@@ -43,7 +43,7 @@ from training.run_folder import override
 FORMAT = 2
 OLDER = (1,)  # with other names, see data/older.py
 
-# --- what stands in the files ---------------------------------------------------------------------------------------
+# --- the content of the files ---------------------------------------------------------------------------------------
 
 Whole = Annotated[int, Field(ge=0, lt=2**63)]
 Count = Annotated[int, Field(ge=1, lt=2**63)]
@@ -64,7 +64,7 @@ FIELDS = fields(ModelConfig)
 
 
 def _shape_of_arguments() -> Any:
-    """Of what model.json calls a model's arguments: the size of its vocabulary, and ModelConfig, whose rules follow."""
+    """The type of `arguments` in model.json: vocab_size and ModelConfig's fields, whose rules are checked later."""
     stricter = {int: Count, int | None: Count | None, float: FiniteFloat, float | None: FiniteFloat | None, bool: bool}
     kinds = get_type_hints(ModelConfig).items()
     words = {name: str | None if type(None) in get_args(kind) else str for name, kind in kinds}
@@ -76,7 +76,7 @@ def _shape_of_arguments() -> Any:
 
 if TYPE_CHECKING:
     Arguments = dict[str, Any]
-else:  # from its fields, which no type checker reads
+else:  # made from ModelConfig's fields, which a type checker cannot follow
     Arguments = _shape_of_arguments()
 
 
@@ -174,8 +174,8 @@ def save(
 ):
     """Writes the step folder. `about` goes into model.json, `training` (plain types and tensors) into training.pt.
 
-    `weights` and about["arguments"] are those of a model, see `snapshot`. Without `training`, as for a model that came
-    from elsewhere, there is no training.pt and nothing to resume.
+    `weights` and about["arguments"] are what `snapshot` returns. Without `training`, as for an imported model, there is
+    no training.pt, and the checkpoint cannot be resumed.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     beside = folder.parent / f".{folder.name}.{secrets.token_hex(4)}"
@@ -207,7 +207,7 @@ def save(
 
 
 def snapshot(model: GPT) -> tuple[dict[str, Tensor], dict]:
-    """(weights, {"arguments": ...}) of a model as they are now, on the CPU and whole, for `save`; a tied head once."""
+    """(weights, {"arguments": ...}) of a model as it is now, gathered on the CPU, for `save`; a tied head once."""
     weights = model.state_dict()
     if model.config.tied:
         del weights["head.weight"]
@@ -217,23 +217,23 @@ def snapshot(model: GPT) -> tuple[dict[str, Tensor], dict]:
 
 
 def arguments_of(model: GPT) -> dict[str, Any]:
-    """What model.json says of how a model is built."""
+    """A model's entry `arguments` in model.json."""
     c = model.config
     dropout = c.dropout if c.attention_dropout is None else c.attention_dropout
     return {"vocab_size": model.vocab_size, **asdict(c), "attention_dropout": dropout}
 
 
 def model_of(arguments: dict[str, Any]) -> tuple[int, ModelConfig]:
-    """The size of the vocabulary, and the rest, of what model.json says."""
+    """(vocab_size, ModelConfig) of the entry `arguments` in model.json."""
     config = dict(arguments)
     return config.pop("vocab_size"), ModelConfig(**config)
 
 
-# Every moment at which the disk changes its mind passes through these two, so that tests can kill a process there.
+# Every change of the disk's state goes through these two functions, so that tests can kill a process there.
 
 
 def flush(path: Path):
-    """Waits until the disk has a file, or the names in a folder."""
+    """Waits until a file, or the names in a folder, are on the disk (fsync)."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -246,7 +246,7 @@ def rename(before: Path, after: Path):
 
 
 def remove(path: Path):
-    """A folder with all that is in it; of a link the link alone, since what it points at may be another run's."""
+    """Removes a folder with its content; of a link only the link, since its target may belong to another run."""
     if path.is_symlink() or not path.is_dir():
         path.unlink(missing_ok=True)
     else:
@@ -266,9 +266,9 @@ def _facts(path: Path) -> dict:
 
 
 def check(folder: Path, for_training: bool = True, only: str | None = None):
-    """ValueError unless every file, or one, is what the manifest says; without for_training, training.pt may be any."""
+    """ValueError unless every file, or `only` one, matches the manifest; training.pt is checked if for_training."""
     if not (folder / "manifest.json").exists():
-        raise ValueError(f"{folder} is no checkpoint: manifest.json is missing")
+        raise ValueError(f"{folder} is not a checkpoint: manifest.json is missing")
     manifest = read_json(folder / "manifest.json", Manifest)
     files, found = manifest["files"], manifest["format"]
     if found not in (*OLDER, FORMAT):
@@ -294,14 +294,14 @@ def steps(run: Path) -> list[Path]:
 
 
 def val_loss(folder: Path) -> float:
-    """What checkpoints are compared by, as model.json has it: the loss on the same part of the text; inf if unknown."""
+    """The validation loss that checkpoints are compared by, on the same part of the text; inf if unknown."""
     about = read_about(folder)
     loss = about.get("compared_loss", about.get("val_loss"))
     return loss if isinstance(loss, int | float) and math.isfinite(loss) else math.inf
 
 
 def best_first(folders: list[Path], warn: Callable[[str], None] = lambda _: None) -> list[Path]:
-    """Those whose validation loss is known, the lowest first; where it cannot be, that is said."""
+    """The folders whose validation loss is known, the lowest first; `warn` reports damaged ones."""
     losses = {}
     for folder in folders:
         try:
@@ -313,10 +313,10 @@ def best_first(folders: list[Path], warn: Callable[[str], None] = lambda _: None
 
 
 def find(path: str | Path, for_training: bool = False, warn: Callable[[str], None] = print) -> Path:
-    """The step folder that `path` means: itself, or a run folder's newest valid one; what is damaged is named.
+    """The step folder that `path` names: itself, or a run folder's newest valid one; `warn` reports damaged ones.
 
-    RUN:best is the one with the lowest validation loss, of those that are saved and valid, RUN:1200 that of a step.
-    for_training: training.pt must be there and whole too.
+    RUN:best is the valid one with the lowest validation loss, RUN:1200 the one after step 1200.
+    for_training: training.pt must be valid too.
     """
     path, which = Path(path), None
     if not path.exists() and (named := re.fullmatch(r"(.+):(best|\d+)", str(path))):
@@ -345,7 +345,7 @@ def find(path: str | Path, for_training: bool = False, warn: Callable[[str], Non
             warn(f"skipping a checkpoint: {error}")
             continue
         if which == "best" and i:
-            warn(f"the best of the others is {candidate}")
+            warn(f"using the best of the others, {candidate}")
         return candidate
     what = f"{len(candidates)} there, none valid" if candidates else "no checkpoints/step_* in it"
     raise ValueError(f"there is no checkpoint in {path}: {what}")
@@ -373,27 +373,27 @@ def best_and_last(run: Path) -> tuple[Path, float, float] | None:
 
 
 def describe_best(run: Path) -> str | None:
-    """In a line, the best checkpoint of a run, how to name it, and whether the newest is clearly worse."""
+    """A line on a run's best checkpoint, how to name it, and whether the newest is clearly worse."""
     if (found := best_and_last(run)) is None:
         return None
     best, loss, last = found
     line = f"checkpoint={run}:best is step {step_of(best)}, validation loss {loss:.4f}; "
     if last == math.inf:
-        return line + "the last is not measured"
+        return line + "the last was not evaluated"
     return line + f"the last, {last:.4f}, is " + ("clearly worse" if last > CLEARLY * loss else "not much worse")
 
 
 def read_about(folder: Path) -> About:
-    """model.json: `arguments`, `seq_len`, `step` and more."""
+    """Reads model.json."""
     path = folder / "model.json"
     about = renamed(read_json(path, About))
     if unknown := set(about["arguments"]) - {"vocab_size", *(one.name for one in FIELDS)}:
-        raise ValueError(f"{path} is of another version: a model has no argument {unknown.pop()!r}")
+        raise ValueError(f"{path} is from another version: this one's models have no argument {unknown.pop()!r}")
     return about
 
 
 def text_of(about: About, folder: Path) -> tuple[DataConfig, TokenizerConfig] | None:
-    """The settings of the text that a checkpoint has learned from; None where it names none. ValueError if damaged."""
+    """The settings of the text that a checkpoint was trained on; None if it has none. ValueError if damaged."""
     if about.get("data") is None or "tokenizer" not in about:
         return None
     where = folder / "model.json"
@@ -402,7 +402,7 @@ def text_of(about: About, folder: Path) -> tuple[DataConfig, TokenizerConfig] | 
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:
-    """Under the names that the model's parameters have; a tied head has the embedding's."""
+    """The weights by the names of the model's parameters; a tied head gets the embedding's."""
     weights = {weight_name(name): tensor for name, tensor in load_file(folder / "model.safetensors").items()}
     if "head.weight" not in weights:
         weights["head.weight"] = weights["embedding.weight"]
@@ -410,9 +410,9 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
 
 
 def sizes(path: Path) -> dict[str, tuple[int, ...]]:
-    """The shape of every tensor of a safetensors file, from its header; no tensor is read. ValueError if it is damaged.
+    """The shape of every tensor of a safetensors file, from its header; no tensor is read.
 
-    Of numbers with a fraction, in 2 bytes or more: others are no weights.
+    ValueError if the file is damaged, or a tensor is not of a floating-point type of at least 2 bytes.
     """
     found = {}
     try:
@@ -428,13 +428,13 @@ def sizes(path: Path) -> dict[str, tuple[int, ...]]:
 
 
 def check_arguments(arguments: dict[str, Any], found: dict[str, tuple[int, ...]], where: Path, mismatch: str):
-    """ValueError unless their model has weights of the shapes `found`, and the memory of this machine suffices.
+    """ValueError unless a model of these arguments has weights of the shapes `found` and fits into memory.
 
-    Found out without building it, however large the arguments say that it is.
+    The model is not built, so that absurd sizes do no harm.
     """
     for name, most in (("n_layers", len(found)), ("d_model", sum(map(math.prod, found.values())))):
         if arguments[name] > most:
-            raise ValueError(f"{mismatch}: {name} is {arguments[name]}, the weights are too few for more than {most}")
+            raise ValueError(f"{mismatch}: {name} is {arguments[name]}, but the weights allow at most {most}")
     try:
         vocab_size, config = model_of(arguments)
         model = estimate.meta_model(vocab_size, config)
@@ -446,9 +446,9 @@ def check_arguments(arguments: dict[str, Any], found: dict[str, tuple[int, ...]]
 
 
 def check_sizes(found: dict[str, tuple[int, ...]], model: GPT, mismatch: str):
-    """ValueError unless `found`, the shapes of weights by their names, are the model's; which may be without numbers.
+    """ValueError unless `found`, shapes by name, are those of the model's weights; the model may be on the meta device.
 
-    A tied head is no weight of its own.
+    A tied head does not count as a weight.
     """
     expected = {name: tuple(weight.shape) for name, weight in model.state_dict().items()}
     if model.config.tied:
@@ -461,7 +461,7 @@ def check_sizes(found: dict[str, tuple[int, ...]], model: GPT, mismatch: str):
 
 
 def load_weights(folder: Path, model: GPT):
-    """Into a model of the same shape."""
+    """Loads the weights into a model of the same shape."""
     check_sizes(sizes(folder / "model.safetensors"), model, f"{folder} holds another model")
     model.load_state_dict(read_weights(folder))
 
@@ -469,9 +469,9 @@ def load_weights(folder: Path, model: GPT):
 def load_model(path: str | Path, device: str | torch.device = "cpu", *, finite: bool = True, **changes) -> GPT:
     """The model of a run or step folder, in evaluation mode. Needs no corpus, no tokenizer and no training.pt.
 
-    finite: ValueError where a weight is NaN or infinite, since nothing can be told by such a model but that.
-    `changes`: arguments of GPT in the place of the saved ones, such as those that let a model with RoPE read four times
-    as far as it was trained: max_seq_len=512, rope_scaling="yarn", rope_factor=4.0.
+    finite: raise a ValueError if a weight is NaN or infinite.
+    `changes`: fields of ModelConfig that replace the saved ones; for example max_seq_len=512, rope_scaling="yarn",
+    rope_factor=4.0 extend the context of a model with RoPE that was trained on 128 tokens.
     """
     folder = find(path)
     arguments = {**read_about(folder)["arguments"], **changes}
@@ -479,17 +479,17 @@ def load_model(path: str | Path, device: str | torch.device = "cpu", *, finite: 
     model = GPT(*model_of(arguments))
     load_weights(folder, model)
     if finite and (name := not_finite(model)) is not None:
-        raise ValueError(f"{folder}: {name} holds numbers that are not finite: did its training diverge?")
+        raise ValueError(f"{folder}: {name} holds numbers that are not finite: did the training diverge?")
     return model.to(device).eval()
 
 
 def not_finite(model: GPT) -> str | None:
-    """The first weight that holds NaN or infinity."""
+    """The name of the first weight that holds NaN or infinity, or None."""
     return next((name for name, weight in model.named_parameters() if not weight.isfinite().all()), None)
 
 
 def check_same_model(folder: Path, model: GPT):
-    """ValueError unless the model is that of the checkpoint, but for its dropout and how new weights begin."""
+    """ValueError unless the model's arguments are the checkpoint's; dropout and initialisation may differ."""
     saved = {one.name: one.default for one in FIELDS} | read_about(folder)["arguments"]
     free = ("dropout", "attention_dropout", "zero_init")
     other = {name: value for name, value in arguments_of(model).items() if name not in free and saved[name] != value}
@@ -499,23 +499,23 @@ def check_same_model(folder: Path, model: GPT):
 
 
 def check_same_tokenizer(folder: Path, tokenizer):
-    """ValueError unless the checkpoint's gives the same ids."""
+    """ValueError unless the checkpoint's tokenizer gives the same ids."""
     about = read_about(folder)
     if about.get("tokenizer_hash") != tokenizer.fingerprint():
         raise ValueError(
-            f"{folder} has learned with another tokenizer, of {about['arguments']['vocab_size']} tokens, than this "
-            f"run's, of {tokenizer.vocab_size}: take tokenizer=saved tokenizer.path={folder / 'tokenizer'}"
+            f"{folder} was trained with another tokenizer, of {about['arguments']['vocab_size']} tokens, than this "
+            f"run's, of {tokenizer.vocab_size}: give tokenizer=saved tokenizer.path={folder / 'tokenizer'}"
         )
 
 
 def load_training(folder: Path) -> Training:
-    """training.pt; a pickle that holds more than plain types and tensors is refused, not run."""
+    """Reads training.pt. A pickle with anything but plain types and tensors is refused; its code never runs."""
     path = folder / "training.pt"
     try:
         saved = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         reason = " ".join(str(error).split("\n")[0].split())
-        raise ValueError(f"{path} holds more than numbers and is not opened: {reason}") from error
-    except Exception as error:  # of torch's reader of archives, of several kinds
+        raise ValueError(f"{path} holds more than plain types and tensors and is not opened: {reason}") from error
+    except Exception as error:  # raised by torch's reader of archives, of several types
         raise ValueError(f"{path} is damaged: {' '.join(str(error).split())}") from error
     return check_shape(renamed(saved), Training, str(path))

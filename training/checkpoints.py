@@ -1,4 +1,4 @@
-"""The checkpoints of a run: saved in the background, the newest and the best kept, and gone back to."""
+"""The checkpoints of a run: saving in the background, keeping the newest and the best, rolling back."""
 
 import errno
 import os
@@ -26,14 +26,14 @@ from training.state import TrainState
 if TYPE_CHECKING:
     from conf.schema import Train
 
-FIGURES = ("loss", "val_loss", "val_bpb", "compared_loss")  # of the last row, for model.json
+METRICS = ("loss", "val_loss", "val_bpb", "compared_loss")  # of the last row, for model.json
 
 
-class Saver:
-    """Saves checkpoints of a run in a thread, while training goes on; one at a time, none lost at the end.
+class BackgroundSaver:
+    """Saves checkpoints of a run in a thread, one at a time, while training continues; completes the last one on exit.
 
-    A save that fails is reported by `warn` and counted in `failed`; training goes on. After each that succeeds, older
-    ones are removed but for the newest `keep` (None: all) and the one with the lowest validation loss.
+    A failed save is reported by `warn` and counted in `failed`; training continues. After each save, all checkpoints
+    are removed but the newest `keep` (None: all) and the one with the lowest validation loss.
     """
 
     def __init__(self, run: Path, keep: int | None, warn: Callable[[str], None]):
@@ -51,37 +51,40 @@ class Saver:
         self.pool.shutdown()
 
     def save(self, step: int, *content):
-        """`content`: what checkpoint.save takes after the folder; not to change any more. Waits for the save before."""
+        """Starts a save, once the one before is done.
+
+        `content`: the arguments of checkpoint.save after the folder; they must not change any more.
+        """
         self.wait()
         self.folder = step_folder(self.run, step)
         self.writing = self.pool.submit(checkpoint.save, self.folder, *content)
 
     def wait(self):
-        """Until the last save is on the disk, or has failed."""
+        """Waits until the last save is on the disk or has failed."""
         if self.writing is None:
             return
         try:
             self.writing.result()
-        except Exception as error:  # a full disk comes as OSError, RuntimeError or SafetensorError
+        except Exception as error:  # a full disk raises OSError, RuntimeError or SafetensorError
             self.failed += 1
-            self.warn(f"the checkpoint {self.folder} could not be saved, training goes on: {_why(error, self.run)}")
+            self.warn(f"the checkpoint {self.folder} could not be saved, training continues: {_why(error, self.run)}")
         else:
             try:
                 prune(self.run, self.keep)
             except (OSError, ValueError) as error:
-                self.warn(f"older checkpoints stay: {error}")
+                self.warn(f"older checkpoints are kept: {error}")
         self.writing = None
 
 
 class Checkpoints:
-    """What a run saves, and goes back to. Of several ranks the first writes; the methods are called by all alike."""
+    """Saves a run's checkpoints and rolls back to them. Its methods are collectives; rank 0 writes."""
 
     def __init__(
         self, folder: Path, cfg: "Train", start: Start, steps: int, choices: Choices, corpus: Corpus, recorder: Recorder
     ):
         self.folder, self.tokenizer, self.recorder = folder, corpus.tokenizer, recorder
         self.artifacts = cfg.tracking.artifacts
-        self.saver = Saver(folder, cfg.keep, recorder.say)
+        self.background = BackgroundSaver(folder, cfg.keep, recorder.say)
         learned_from = {"folder": str(corpus.folder), "fingerprint": corpus.fingerprint()}
         self.about: dict[str, Any] = {"seq_len": cfg.seq_len, "precision": choices.precision, "data": asdict(cfg.data)}
         self.about |= {"tokenizer": asdict(cfg.tokenizer), "tokenizer_hash": corpus.tokenizer.fingerprint()}
@@ -96,36 +99,36 @@ class Checkpoints:
             retire_after(folder, start.step)
 
     def __enter__(self):
-        self.saver.__enter__()
+        self.background.__enter__()
         return self
 
     def __exit__(self, *_):
-        self.saver.__exit__()
+        self.background.__exit__()
 
     def save(self, state: TrainState, row: dict):
-        """In the background; `row` holds the step's figures, as far as there are any."""
+        """Saves the state in the background. `row` holds the step's metrics, if there are any."""
         if state.step - 1 not in state.guard.skip:
             state.guard.rollbacks = 0
         weights, about = checkpoint.snapshot(state.model)
         memory = state.memory() | self.of_run
-        about |= {"step": state.step, **self.about} | {name: row[name] for name in FIGURES if name in row}
+        about |= {"step": state.step, **self.about} | {name: row[name] for name in METRICS if name in row}
         if distributed.rank() > 0:
             return
         self.recorder.sync()
-        self.saver.save(state.step, weights, self.tokenizer.save, about, memory)
+        self.background.save(state.step, weights, self.tokenizer.save, about, memory)
         if self.artifacts:
-            loss, saver = row.get("val_loss"), self.saver
-            tracking.log_checkpoint(self.recorder.mirror, state.step, saver.folder, loss, saver.writing)
+            loss, background = row.get("val_loss"), self.background
+            tracking.log_checkpoint(self.recorder.mirror, state.step, background.folder, loss, background.writing)
 
     def ensure(self, state: TrainState):
-        """A checkpoint of this step, which may or may not have been due."""
-        self.saver.wait()
+        """Saves a checkpoint of this step unless there is one."""
+        self.background.wait()
         if not distributed.on_rank0(step_folder(self.folder, state.step).exists):
             self.save(state, {})
 
     def roll_back(self, state: TrainState):
-        """To the last checkpoint; what jumped, and is to be left out, stays known. ValueError if there is none."""
-        self.saver.wait()
+        """Loads the last checkpoint, but keeps the counts and the steps to skip. ValueError if there is none."""
+        self.background.wait()
         folder, known = distributed.on_rank0(checkpoint.find, self.folder, True), state.guard
         state.load(folder)
         state.guard.skip, state.guard.spikes, state.guard.rollbacks = known.skip, known.spikes, known.rollbacks
@@ -133,23 +136,23 @@ class Checkpoints:
             retire_after(self.folder, state.step)
 
     def wait(self) -> int:
-        """Until the last save is on the disk, or has failed -> how many have failed."""
-        self.saver.wait()
-        return self.saver.failed
+        """Waits until the last save is on the disk or has failed; returns how many have failed."""
+        self.background.wait()
+        return self.background.failed
 
 
 def _why(error: Exception, folder: Path) -> str:
-    """What kept a checkpoint from the disk, in a line; torch says of a full one only how far it came."""
+    """Why a save failed, in a line. On a full disk torch only says how many bytes it wrote."""
     reason = " ".join(str(error).split())
     full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
     if full or re.search(r"unexpected pos|PytorchStreamWriter|os error (28|122|27)\b|No space left", reason):
         free = shutil.disk_usage(folder).free
-        return f"the disk is full, or a quota or file size limit is reached, {free:,} bytes are free ({reason})"
+        return f"the disk is full, or a quota or file size limit is reached; {free:,} bytes are free ({reason})"
     return reason
 
 
 def prune(run: Path, keep: int | None):
-    """Removes all but the newest `keep` checkpoints and the best; nothing if the newest is not valid."""
+    """Removes all checkpoints but the newest `keep` and the best; nothing if the newest is not valid."""
     folders = steps(run)
     if keep is None or len(folders) <= keep:
         return
@@ -159,7 +162,7 @@ def prune(run: Path, keep: int | None):
         if folder == best:
             continue
         if not folder.is_symlink():
-            (folder / "manifest.json").unlink(missing_ok=True)  # first: what is half removed is no checkpoint
+            (folder / "manifest.json").unlink(missing_ok=True)  # first, so that a half-removed folder is no checkpoint
             checkpoint.flush(folder)
         going = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}")
         checkpoint.rename(folder, going)
@@ -176,9 +179,10 @@ def _valid(folder: Path) -> bool:
 
 @contextmanager
 def run_lock(run: Path, first: bool = True) -> Iterator[None]:
-    """A run's folder for this process alone; removes what killed saves left there. Of several ranks the first takes it.
+    """Locks a run's folder for this process and removes what killed saves left in it. Only rank 0 (`first`) locks.
 
-    ValueError where another process has it, or nothing can be written. What it made is gone again if nothing was saved.
+    ValueError if another process holds the lock or the folder cannot be written. A new folder in which nothing was
+    saved is removed again.
     """
     if not first:
         yield
@@ -196,7 +200,7 @@ def run_lock(run: Path, first: bool = True) -> Iterator[None]:
                 file.flush()
                 os.fsync(file.fileno())
         except Timeout:
-            raise ValueError(f"{run} is in use by another process: wait for it, or take another folder") from None
+            raise ValueError(f"{run} is in use by another process: wait for it, or choose another folder") from None
         except OSError as error:
             raise ValueError(f"checkpoints cannot be written to {folder}: {error}") from error
         yield
@@ -211,7 +215,7 @@ def run_lock(run: Path, first: bool = True) -> Iterator[None]:
 
 
 def retire_after(run: Path, step: int):
-    """Renames what a run saved after `step`, where it goes on from there: damaged, or passed over."""
+    """Renames the checkpoints after `step`, from which the run continues: they are damaged, or were rolled back."""
     for folder in steps(run):
         if checkpoint.step_of(folder) > step:
             folder.rename(folder.with_name(f"aside_{folder.name}_{secrets.token_hex(3)}"))

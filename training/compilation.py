@@ -1,4 +1,4 @@
-"""torch.compile, where it works."""
+"""torch.compile for training and generation; without it where it fails."""
 
 import copy
 import os
@@ -15,12 +15,12 @@ from model.gpt import GPT
 
 
 def keep_what_is_compiled():
-    """In a folder that outlives restarts, unless TORCHINDUCTOR_CACHE_DIR names one: the next run starts sooner."""
+    """Keeps compiled code in a folder that survives restarts, unless TORCHINDUCTOR_CACHE_DIR names one."""
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path.home() / ".cache" / "torch_inductor"))
 
 
 def by_regions(model: GPT) -> GPT:
-    """The same weights, in a model of which a block is compiled once for all blocks, and then head and loss."""
+    """A model with the same weights that compiles one block for all blocks, and then head and loss."""
     twin = copy.copy(model)
     twin._modules = dict(model._modules)
     twin.blocks = nn.ModuleList(copy.copy(block) for block in model.blocks)
@@ -39,9 +39,9 @@ def compile_forward(
 ) -> Callable:
     """A compiled model(**batch) for batches of exactly these shapes, tried out; the model itself if that fails.
 
-    `regional`: see by_regions; otherwise the whole model at once, which takes as many times as long as it has blocks.
-    The model stays as it is, for evaluation and sampling in other shapes, and shares its weights with the result. The
-    trial leaves no gradient and draws no random number.
+    `regional`: see by_regions; otherwise the complete model is compiled at once, which takes n_layers times as long.
+    The model itself is not changed, for evaluation and sampling in other shapes; it shares its weights with the result.
+    The trial leaves no gradient and draws no random number.
     """
     keep_what_is_compiled()
     compiled = by_regions(model) if regional else torch.compile(model, dynamic=False)
@@ -53,38 +53,37 @@ def compile_forward(
                 with autocast:
                     loss, _ = compiled(**batch)
                 loss.backward()
-        except Exception as error:  # of many kinds: no compiler, no headers, an operation that is not covered
+        except Exception as error:  # of many types: no compiler, no headers, an unsupported operation
             reason = next(iter(str(error).splitlines()), "")
-            warn(f"torch.compile failed, going on without: {type(error).__name__}: {reason}")
+            warn(f"torch.compile failed, continuing without it: {type(error).__name__}: {reason}")
             compiled = model
     model.zero_grad(set_to_none=True)
     return compiled
 
 
 def _guards_of_the_call(guards) -> list[bool]:
-    """Those that look at tokens and cache, not at the model, which would take longer than some of its kernels."""
+    """Keeps the guards on tokens and cache, not those on the model, which take longer than some of its kernels."""
     return [guard.guard_type == "TENSOR_MATCH" and "model" not in guard.name for guard in guards]
 
 
 def compile_step(model: GPT, rows: int, warn: Callable[[str], None]) -> Step:
-    """A compiled next_logits for so many rows of this model, tried out; next_logits itself if that fails.
+    """A compiled next_logits for `rows` rows of this model, tried out; next_logits itself if that fails.
 
-    One compilation serves every size of the cache. Guards that look whether the model has changed since, which would
-    take longer than some of its kernels, are left out: the result is for this model, as it is now. On a GPU the step
-    is one CUDA graph for each size of the cache.
+    One compilation serves every size of the cache. There are no guards on the model, see above: the result is valid for
+    this model as it is now. On a GPU the step is one CUDA graph for each size of the cache.
     """
     keep_what_is_compiled()
     on_cpu = model.embedding.weight.device.type == "cpu"
     how = {"cpp_wrapper": True} if on_cpu else {"triton.cudagraphs": True}
     options = {"guard_filter_fn": _guards_of_the_call, **how}
-    # torch keeps what it compiled by the function's code: one of its own, so that no other model is taken for this one
+    # torch caches compiled code by the function's code object: each model needs its own
     own = FunctionType(next_logits.__code__.replace(), next_logits.__globals__)
     compiled = torch.compile(own, dynamic=False, options=options)
 
     def step(other: GPT, tokens: Tensor, cache: KVCache) -> Tensor:
         if other is not model:
             return next_logits(other, tokens, cache)
-        if not on_cpu:  # a CUDA graph writes to the cache where it lies
+        if not on_cpu:  # a CUDA graph writes to fixed addresses
             for tensor in (*cache.k, *cache.v):
                 torch._dynamo.mark_static_address(tensor, guard=False)
         return compiled(model, tokens, cache)
@@ -99,8 +98,8 @@ def compile_step(model: GPT, rows: int, warn: Callable[[str], None]) -> Step:
             if cache.token_positions is not None:
                 torch._dynamo.mark_dynamic(cache.token_positions, 1)
             step(model, tokens, cache)
-    except Exception as error:  # of many kinds: no compiler, no headers, an operation that is not covered
+    except Exception as error:  # of many types: no compiler, no headers, an unsupported operation
         reason = next(iter(str(error).splitlines()), "")
-        warn(f"torch.compile failed, going on without: {type(error).__name__}: {reason}")
+        warn(f"torch.compile failed, continuing without it: {type(error).__name__}: {reason}")
         return next_logits
     return step

@@ -1,6 +1,6 @@
-"""Many processes, started by torchrun. One process is the same code with a world of size 1.
+"""Several processes, started by torchrun. One process runs the same code with a world size of 1.
 
-Every function here is called by all ranks alike. What is small goes over the CPU (gloo), gradients over nccl or gloo.
+Every function here is a collective: all ranks call it. Small values use gloo, on the CPU; gradients use NCCL or gloo.
 """
 
 import os
@@ -29,28 +29,28 @@ def size() -> int:
 
 
 def start(seconds: float):
-    """Joins the ranks that torchrun started; a rank that does not answer for so long ends the run."""
+    """Joins the ranks that torchrun started. A rank that does not answer for `seconds` ends the run."""
     if size() == 1 or dist.is_initialized():
         return
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     store, _, _ = next(dist.rendezvous("env://"))
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # a store may still hold addresses of ranks that died
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # the store may still hold addresses of dead ranks
     store = dist.PrefixStore(f"attempt {attempt}", store)
     dist.init_process_group(backend, store=store, rank=rank(), world_size=size(), timeout=timedelta(seconds=seconds))
-    if rank() > 0:  # one voice
+    if rank() > 0:  # only rank 0 prints
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
 
 
 def stop():
     if dist.is_initialized():
-        time.sleep(0.5)  # gloo's thread lets go of the last tensors, for which it needs the interpreter
+        time.sleep(0.5)  # gloo's thread needs the interpreter to release the last tensors
         dist.destroy_process_group()
 
 
 def broadcast(value: Any) -> Any:
-    """Rank 0's value, on all ranks."""
+    """Returns rank 0's value on all ranks."""
     if size() == 1:
         return value
     values = [value]
@@ -59,7 +59,7 @@ def broadcast(value: Any) -> Any:
 
 
 def on_rank0(function: Callable, *arguments) -> Any:
-    """What function(*arguments) gives on rank 0, who looks after the folder; on all ranks, a ValueError too."""
+    """Calls function(*arguments) on rank 0 and returns its result, or raises its ValueError, on all ranks."""
     if size() == 1:
         return function(*arguments)
     result, mistake = None, None
@@ -75,7 +75,7 @@ def on_rank0(function: Callable, *arguments) -> Any:
 
 
 def gather(*values: float) -> list[list[float]]:
-    """For each value the list of what it is on rank 0, 1, ..., in float64."""
+    """For each value the list of its values on rank 0, 1, ..., in float64."""
     if size() == 1:
         return [[value] for value in values]
     mine = torch.tensor(values, dtype=torch.float64)
@@ -85,7 +85,7 @@ def gather(*values: float) -> list[list[float]]:
 
 
 def total(value: Tensor) -> Tensor:
-    """The sum over the ranks of a number on the device, in float64 where it has it, without waiting for it."""
+    """The sum of a scalar over the ranks, on the device and without a wait for it; in float64 if the device has it."""
     value = value.to(torch.float32 if value.device.type == "mps" else torch.float64)
     if size() == 1:
         return value
@@ -95,7 +95,7 @@ def total(value: Tensor) -> Tensor:
 
 
 def gather_objects(value: Any) -> list:
-    """What it is on rank 0, 1, ..."""
+    """The list of a value's values on rank 0, 1, ..."""
     if size() == 1:
         return [value]
     values = [None] * size()
@@ -105,10 +105,10 @@ def gather_objects(value: Any) -> list:
 
 @contextmanager
 def name_missing_ranks(step: Callable[[], int]) -> Iterator[None]:
-    """Around the training loop, whose ranks wait for each other: if one waits in vain, says which did not answer.
+    """Wraps the training loop: if a collective fails, says which ranks did not take part.
 
-    `step` tells how many steps are done. Ranks whose collective failed sign a list; those that have not signed three
-    seconds later are hung or dead.
+    `step` returns the number of steps done. Ranks whose collective failed add their number to a list in the store;
+    those that are not on it three seconds later are hung or dead.
     """
     try:
         yield
@@ -127,16 +127,16 @@ def name_missing_ranks(step: Callable[[], int]) -> Iterator[None]:
 
 
 def parallelize(model: GPT, forward: nn.Module, how: str, precision: str) -> nn.Module:
-    """What training calls: `forward`, the model or what compiling made of it, with gradients averaged over the ranks.
+    """Wraps `forward`, the model or its compiled form, so that gradients are averaged over the ranks.
 
-    "ddp": each rank holds everything. "fsdp": weights, gradients and optimizer state lie in shares, a block's matrices
-    are gathered while it works (FSDP2); the model itself is changed, so this comes before its optimizer is built.
+    "ddp": each rank holds everything. "fsdp": weights, gradients and optimizer state are sharded, and a block's
+    matrices are gathered while it runs (FSDP2). FSDP replaces the model's parameters: build the optimizer afterwards.
 
-    FSDP gathers what autocast would cast, and so rounds it alike: matrices in blocks, in two bytes a weight. Norms and
-    embedding stay fp32, as autocast has them, or the stream between blocks would be rounded as well: a gradient
-    would be off by 2 percent, and not by the order of its sums. The head stays with them, which it may be tied to. That
-    costs two bytes a weight outside the blocks in a gathering; all in fp32 would cost them everywhere, and memory
-    for autocast's copies, which the backward keeps. Gradients are added up over the ranks in fp32.
+    FSDP gathers in two bytes what autocast would cast, the matrices in blocks, and so rounds it in the same way. Norms
+    and embedding stay fp32, as under autocast: rounded, they would also round the residual stream, and a gradient would
+    be off by 2 percent. The head stays with them, since it may be tied to the embedding. Gathering these costs two more
+    bytes a weight; gathering everything in fp32 would cost them everywhere, besides the memory of autocast's copies,
+    which the backward keeps. Gradients are summed over the ranks in fp32.
     """
     if size() == 1:
         return forward
@@ -145,11 +145,11 @@ def parallelize(model: GPT, forward: nn.Module, how: str, precision: str) -> nn.
         return DistributedDataParallel(forward, device_ids=device, gradient_as_bucket_view=True)
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
-    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")  # nobody changes it in place
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")  # never changed in place
     half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
     policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32 if half else None)
     for block in model.blocks:
-        if half is None or "forward" in vars(block):  # recomputed: whole blocks alone repeat their forward; in fp32
+        if half is None or "forward" in vars(block):  # activation checkpointing repeats a block's forward as one unit
             fully_shard(block)
         else:
             fully_shard([module for module in block.modules() if isinstance(module, nn.Linear)], mp_policy=policy)
@@ -160,7 +160,7 @@ def parallelize(model: GPT, forward: nn.Module, how: str, precision: str) -> nn.
 
 @contextmanager
 def synchronised(model: nn.Module, last: bool) -> Iterator[None]:
-    """Around a micro-batch's forward and backward: only the last of a step exchanges gradients."""
+    """Wraps a micro-batch's forward and backward: gradients are exchanged after the last one of a step only."""
     if isinstance(model, DistributedDataParallel) and not last:
         with model.no_sync():
             yield
@@ -171,9 +171,9 @@ def synchronised(model: nn.Module, last: bool) -> Iterator[None]:
 
 
 def gather_full(value: Any) -> Any:
-    """Copies on the CPU of tensors, of which each rank may hold a share, in dicts and lists; anything else as it is.
+    """Copies tensors, sharded or not, to the CPU, in nested dicts and lists; leaves other values as they are.
 
-    Only the first rank, who writes them down, keeps them: the others help to gather them, and get None.
+    Only rank 0, which saves them, keeps the copies; the other ranks take part in gathering and get None.
     """
     if isinstance(value, dict):
         return {name: gather_full(one) for name, one in value.items()}
@@ -186,12 +186,12 @@ def gather_full(value: Any) -> Any:
 
 
 def full_tensor(value: Any) -> Any:
-    """The whole of a tensor of which each rank holds a share (a DTensor, whose import takes a second)."""
+    """The full tensor of a sharded one (a DTensor, whose import takes a second); any other value as it is."""
     return value.full_tensor() if hasattr(value, "full_tensor") else value
 
 
 def shard_like(tensor: Tensor, like: Tensor) -> Tensor:
-    """Of a whole tensor what this rank holds of `like`."""
+    """A full tensor sharded like `like`; unchanged if that is not sharded."""
     if not hasattr(like, "full_tensor") or tensor.shape != like.shape:
         return tensor
     from torch.distributed.tensor import distribute_tensor
@@ -200,34 +200,34 @@ def shard_like(tensor: Tensor, like: Tensor) -> Tensor:
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, state: Any):
-    """What it remembers, saved by any number of ranks; how it is set stays as it is.
+    """Loads the optimizer's state, saved by any number of ranks; its settings stay.
 
-    ValueError if it was saved by an optimizer that sorts the weights otherwise.
+    ValueError if the saved optimizer groups the weights differently.
     """
     ours, saved = (
         {group.get("name", "weights"): len(group["params"]) for group in groups}
         for groups in (optimizer.param_groups, state["param_groups"])
     )
     if ours != saved:
-        raise ValueError(f"the checkpoint is of an optimizer for {saved}, this one is for {ours}: take init_from")
+        raise ValueError(f"the checkpoint's optimizer has groups {saved}, this run's {ours}: give init_from instead")
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for i, of_one in state["state"].items():
         for name, value in of_one.items():
             if isinstance(value, Tensor) and value.ndim > 0 and value.shape != parameters[i].shape:
                 shapes = f"{tuple(value.shape)} for a weight of {tuple(parameters[i].shape)}"
-                raise ValueError(f"the checkpoint's optimizer remembers as {name} {shapes}: take init_from")
-    shares = {
+                raise ValueError(f"the checkpoint's optimizer has {name} {shapes}: give init_from instead")
+    sharded = {
         i: {
             name: shard_like(value, parameters[i]) if isinstance(value, Tensor) else value
             for name, value in of_one.items()
         }
         for i, of_one in state["state"].items()
     }
-    optimizer.load_state_dict({"state": shares, "param_groups": optimizer.state_dict()["param_groups"]})
+    optimizer.load_state_dict({"state": sharded, "param_groups": optimizer.state_dict()["param_groups"]})
 
 
 @torch.no_grad()
 def load_weights(model: GPT, weights: dict[str, Tensor]):
-    """Whole weights into a model of which each rank may hold a share."""
+    """Loads full weights into a model that may be sharded."""
     for name, parameter in model.state_dict().items():
         parameter.copy_(shard_like(weights[name], parameter))

@@ -1,4 +1,4 @@
-"""How a model's forward and backward are computed here: device, precision, kernels, compiling, ranks, micro-batches."""
+"""How forward and backward are computed on this machine: device, precision, kernels, compile, ranks, micro-batches."""
 
 import time
 from collections.abc import Callable
@@ -26,9 +26,10 @@ if TYPE_CHECKING:
 
 @dataclass
 class Engine:
-    """A model, and what training calls in its place.
+    """A model and how it is computed.
 
-    `forward` is the model, compiled or not, on one rank or several; `peak_flops` the FLOP/s of a known device, or None.
+    Training calls `forward`: the model itself, or the model compiled or wrapped in DDP. `peak_flops` is the peak FLOP/s
+    of a known device, or None.
     """
 
     model: GPT
@@ -43,16 +44,16 @@ class Engine:
     def build(
         cls, cfg: "Train", vocab_size: int, steps: int, chosen: dict[str, Any], weights_of: Path | None = None
     ) -> "Engine":
-        """The model on its device, with new weights or those of a checkpoint, and what `auto` chooses for it.
+        """Builds the model on its device, with new weights or those of a checkpoint, and resolves every `auto`.
 
-        `chosen`: what a run to resume chose. ValueError where the memory of this machine would not suffice.
+        `chosen`: the choices of the run that is resumed. ValueError if this machine has too little memory.
         """
         device = auto.choose_device(cfg.device, cfg.deterministic)
         if device.type == "cpu":
             auto.keep_freed_memory()
         rows = cfg.batch_tokens // cfg.seq_len // distributed.size()
         n_parameters, n_bytes = estimate.size(vocab_size, cfg.model)
-        n_learning = 8 * n_parameters if device.type == "cpu" else 0  # gradients and a moment at least
+        n_learning = 8 * n_parameters if device.type == "cpu" else 0  # gradients and at least one moment
         what = f"training {n_parameters:,} parameters with max_seq_len {cfg.model.max_seq_len:,}"
         estimate.check_fits(what, n_bytes + n_learning)
         model = GPT(vocab_size, cfg.model).to(device)
@@ -71,8 +72,8 @@ class Engine:
         )
         if device.type == "cpu":
             pieces = f"{cfg.batch_tokens:,} tokens, {choices.micro_batch} x {cfg.seq_len} at once,"
-            least = estimate.least(model, rows, choices.micro_batch, cfg.seq_len)
-            estimate.check_fits(f"a step of {pieces}", least)
+            n_bytes = estimate.min_step_memory(model, rows, choices.micro_batch, cfg.seq_len)
+            estimate.check_fits(f"a step of {pieces}", n_bytes)
         choices.kernels = choices.kernels and build.load("training", warn=print)
         model.use(choose_ops(choices.attention, choices.kernels))
         if cfg.activation_checkpointing:
@@ -82,32 +83,32 @@ class Engine:
         return cls(model, device, choices, autocast, peak_flops, cfg.parallel, model)
 
     def prepare(self, batch: dict[str, Tensor], row_lengths: list[int], *, try_sizes: bool):
-        """Compiles for rows of these lengths, and spreads over the ranks. `batch` is one that is to come.
+        """Compiles for rows of these lengths, and wraps the model for several ranks. `batch` is any batch of the run.
 
         try_sizes: on a GPU, finds the largest micro-batch that fits.
         """
-        few = {name: some[: self.choices.micro_batch].to(self.device) for name, some in batch.items()}
+        first = {name: rows[: self.choices.micro_batch].to(self.device) for name, rows in batch.items()}
         if try_sizes and self.device.type == "cuda":
-            self.choices.micro_batch = auto.largest_that_fits(self.model, few, self.autocast)
+            self.choices.micro_batch = auto.largest_that_fits(self.model, first, self.autocast)
         if self.choices.compile:
-            print("compiling, once", flush=True)
+            print("compile   compiling the model, once", flush=True)
             began = time.perf_counter()
             regional = distributed.size() == 1 or self.parallel == "ddp"  # FSDP's hooks are on the model itself
-            of_each_length = [next(micro_batches(few, self.choices.micro_batch, length)) for length in row_lengths]
+            of_each_length = [next(micro_batches(first, self.choices.micro_batch, length)) for length in row_lengths]
             self.forward = compile_forward(self.model, of_each_length, self.autocast, warn=print, regional=regional)
             self.choices.compile = self.forward is not self.model
-            print(f"{time.perf_counter() - began:.0f} s of compiling", flush=True)
+            print(f"compile   took {time.perf_counter() - began:.0f} s", flush=True)
         self.forward = distributed.parallelize(self.model, self.forward, self.parallel, self.choices.precision)
         self.model.train()
 
     @property
     def steps_ahead(self) -> int:
-        """How many steps the host may be ahead of the device; a CPU is both."""
+        """How many steps the host may run ahead of the device; on a CPU they are the same."""
         return 1 if self.device.type == "cpu" else 16
 
     @property
     def searchable(self) -> bool:
-        """Whether a rank alone may call the model: under fsdp all have to, in step."""
+        """Whether one rank may call the model alone; under FSDP all ranks must call it together."""
         return distributed.size() == 1 or self.parallel == "ddp"
 
     def explain_oom(self, batch: dict[str, Tensor]) -> AbstractContextManager:
@@ -117,13 +118,14 @@ class Engine:
 def announce(
     cfg: "Train", folder: Path, corpus: Corpus, engine: Engine, n_steps: int, epochs: float, row_lengths: list[int]
 ):
-    """Says what is to come."""
+    """Prints what is about to run."""
     ranks, n_parameters = distributed.size(), engine.model.n_parameters()
-    shared = f" on {ranks} ranks, {cfg.parallel}" if ranks > 1 else ""
+    several = f" on {ranks} ranks, {cfg.parallel}" if ranks > 1 else ""
+    n_train, n_validation = len(corpus.train), len(corpus.validation)
     print(f"run       {folder}")
-    print(f"text      {len(corpus.train):,} tokens to learn from, {len(corpus.validation):,} held out, {corpus.folder}")
+    print(f"text      {n_train:,} tokens for training, {n_validation:,} for validation, {corpus.folder}")
     print(f"model     {n_parameters:,} parameters, vocabulary {corpus.tokenizer.vocab_size:,}")
     growing = f" in rows of {', then '.join(map(str, row_lengths))}" if len(row_lengths) > 1 else ""
     print(f"steps     {n_steps} of {cfg.batch_tokens:,} tokens{growing}, {epochs:.1f} epochs")
     choices = ", ".join(f"{name} {value}" for name, value in asdict(engine.choices).items())
-    print(f"device    {engine.device}{shared}, {choices}", flush=True)
+    print(f"device    {engine.device}{several}, {choices}", flush=True)

@@ -1,4 +1,4 @@
-"""How well a model predicts a text it has not seen."""
+"""The loss of a model on a text."""
 
 import math
 from collections.abc import Callable
@@ -32,15 +32,15 @@ class Evaluation:
 
     @property
     def bits_per_byte(self) -> float:
-        """What compares across tokenizers; end-of-text costs bits and has no bytes."""
+        """Comparable across tokenizers. End-of-text tokens cost bits and have no bytes."""
         return self.nats / math.log(2) / self.bytes if self.bytes else math.inf
 
 
 def windows(n_tokens: int, seq_len: int, stride: int) -> list[tuple[int, int, int]]:
-    """(start, length, scored) of each window: it reads `length` tokens from `start` and scores its last targets.
+    """(start, length, scored) of each window: it reads `length` tokens from `start` and scores the last `scored` ones.
 
-    Together they score every token of a text but the first, once; from the second window on, each token has at least
-    seq_len - stride tokens before it. stride = seq_len: side by side, no overlap.
+    Together they score every token of a text but the first, once. From the second window on, each scored token has at
+    least seq_len - stride tokens of context. stride = seq_len: no overlap.
     """
     plan, done = [], 0  # `done` targets are scored
     while done < n_tokens - 1:
@@ -66,16 +66,15 @@ def evaluate(
     autocast: torch.autocast | None = None,
     progress: Callable = iter,
 ) -> Evaluation:
-    """Scores a text of n_tokens tokens, of which read(start, length) gives a part.
+    """Scores a text of n_tokens tokens; read(start, length) returns a part of it. A collective: ranks share the work.
 
     bytes_per_token (vocab,): see Tokenizer. `limit`: about this many tokens, in evenly spaced windows; None: all.
-    `learned`: anything of which read(start, length) is 0 for tokens that are not scored, see Tokens; windows
-    without others are left out. The model is put in evaluation mode meanwhile; no random number is drawn. Each rank
-    scores its share.
+    `learned`: its read(start, length) is 0 for tokens that are not scored, see Tokens; windows without scored tokens
+    are skipped. The model is in evaluation mode meanwhile; no random number is drawn.
     """
     device = next(model.parameters()).device
     if n_tokens < 2:
-        raise ValueError(f"there must be at least 2 tokens to predict one from another, got {n_tokens}")
+        raise ValueError(f"an evaluation needs at least 2 tokens, got {n_tokens}")
     plan = windows(n_tokens, seq_len, seq_len if stride is None else stride)
     if learned is not None:
         plan = [one for one in plan if learned.read(one[0] + one[1] - one[2] + 1, one[2]).any()]
@@ -84,14 +83,14 @@ def evaluate(
     if limit is not None and limit < n_tokens:
         keep = max(1, limit // seq_len)
         plan = [plan[i * len(plan) // keep] for i in range(min(keep, len(plan)))]
-    share = plan[distributed.rank() :: distributed.size()]
-    start, length, _ = plan[-1]  # ranks must call the model equally often: filled up by windows that score nothing
-    share += [(start, length, 0)] * (-(-len(plan) // distributed.size()) - len(share))
+    own = plan[distributed.rank() :: distributed.size()]
+    start, length, _ = plan[-1]  # all ranks must call the model equally often: fill up with windows that score nothing
+    own += [(start, length, 0)] * (-(-len(plan) // distributed.size()) - len(own))
     was_training = model.training
     model.eval()
     nats, tokens, size = torch.zeros((), dtype=torch.float64), 0, 0
-    for some in progress([share[i : i + batch] for i in range(0, len(share), batch)]):
-        inputs, targets = _rows(read, some, seq_len, learned)
+    for part in progress([own[i : i + batch] for i in range(0, len(own), batch)]):
+        inputs, targets = _rows(read, part, seq_len, learned)
         size += int(bytes_per_token[targets[targets != IGNORE]].sum())
         with autocast or torch.autocast(device.type, enabled=False):
             loss, count = model(_to(inputs, device), targets=_to(targets, device))
@@ -105,10 +104,10 @@ def evaluate(
 def validate(
     engine: Engine, corpus: Corpus, seq_len: int, tokens: int | None, last: bool
 ) -> tuple[dict[str, float], float]:
-    """Of a run's model -> (figures for a row, the loss to compare with those of other steps).
+    """Evaluates a run's model on about `tokens` tokens of the validation text, or all of it after the last step.
 
-    On about so many tokens of the validation text; the last evaluation of a run takes all of it, and compares what is
-    like.
+    Returns the metrics for a row, and the loss on the part of the text that every evaluation of the run has scored: the
+    one to compare steps by.
     """
     text = corpus.validation
     part = tokens if (tokens or 0) < len(text) else None
@@ -132,12 +131,12 @@ def validate(
 
 
 def _rows(
-    read: Callable, some: list[tuple[int, int, int]], seq_len: int, learned=None
+    read: Callable, plan: list[tuple[int, int, int]], seq_len: int, learned=None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Inputs and targets (rows, seq_len); a short window is filled up at its end, where causality hides it."""
-    inputs = np.zeros((len(some), seq_len), np.int64)
-    targets = np.full((len(some), seq_len), IGNORE, np.int64)
-    for row, (start, length, scored) in enumerate(some):
+    """Inputs and targets (rows, seq_len); a short window is padded at its end, where causality hides it."""
+    inputs = np.zeros((len(plan), seq_len), np.int64)
+    targets = np.full((len(plan), seq_len), IGNORE, np.int64)
+    for row, (start, length, scored) in enumerate(plan):
         tokens = read(start, length + 1)
         inputs[row, :length] = tokens[:-1]
         targets[row, length - scored : length] = tokens[1:][length - scored :]

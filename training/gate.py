@@ -1,4 +1,4 @@
-"""Notices before the weights have it when numbers go wrong, on the device; and what a run remembers of that."""
+"""The gate: keeps non-finite numbers and spikes away from the weights, on the device. The guard: what a run counts."""
 
 import math
 from dataclasses import dataclass, field
@@ -13,11 +13,12 @@ Count = Annotated[int, Ge(1), Le(10**12)]
 
 @dataclass(frozen=True)
 class GuardConfig:
-    """What a run does where its numbers go wrong.
+    """What a run does about non-finite numbers and spikes.
 
-    on_nonfinite: what follows a loss or gradient that is not finite; max_skips of these in a row end the run, too.
-    on_spike: what follows a loss more than spike_sigmas standard deviations above the mean of the last spike_window.
-    skip_batches: steps, from 0, whose batches change nothing.
+    on_nonfinite: what to do after a loss or gradient that is not finite; max_skips in a row end the run in any case.
+    on_spike: what to do after a spike, a loss more than spike_sigmas standard deviations above the mean of the last
+        spike_window losses.
+    skip_batches: steps, from 0, that make no update.
     """
 
     on_nonfinite: Literal["stop", "skip"]
@@ -28,18 +29,18 @@ class GuardConfig:
     skip_batches: list[Annotated[int, Ge(0), Le(10**12)]]
 
 
-FINE, OVERFLOW, NOT_FINITE, SPIKE, HELD = range(5)  # what the gate makes of a step's numbers
+FINE, OVERFLOW, NOT_FINITE, SPIKE, HELD = range(5)  # the gate's verdicts on a step
 
 
 @dataclass
 class Guard:
-    """What a run remembers of its steps, to be saved with it.
+    """What a run knows about its past steps; saved in its checkpoints.
 
-    losses: of the last steps, with rows as long as now. skip: steps whose batch is passed over. skipped: steps that
-    changed no weight. in_a_row: how many came last, one after the other, whose numbers were not finite. spikes: losses
-    more than so many standard deviations above the mean of those before. rollbacks: since the last checkpoint after
-    which a batch was learned from. lowest: the lowest validation loss, after lowest_step steps, always on the same part
-    of the text; waited: evaluations since that found none as low.
+    losses: of the last steps, as far as their rows were as long as now. skip: steps whose batch is skipped.
+    skipped: the number of steps without an update. in_a_row: the number of steps in a row, up to now, that were not
+    finite. spikes: the number of spikes. rollbacks: since the last checkpoint that followed an update.
+    lowest: the lowest validation loss, after lowest_step steps, always on the same part of the text. waited: the number
+    of evaluations since.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -53,15 +54,15 @@ class Guard:
     waited: int = 0
 
     def leave_out(self, *steps: int):
-        """Their batches, from now on."""
+        """Skips the batches of these steps from now on."""
         self.skip = sorted({*self.skip, *steps})
 
     def figures(self) -> dict[str, int]:
-        """For a row of metrics.jsonl."""
+        """The counts for a row of metrics.jsonl."""
         return {"skipped": self.skipped, "spikes": self.spikes}
 
     def evaluated(self, step: int, loss: float) -> bool:
-        """Whether no validation loss before was as low."""
+        """Takes note of a validation loss; returns whether it is the lowest so far."""
         lower = loss < self.lowest
         if lower:
             self.lowest, self.lowest_step = loss, step
@@ -70,12 +71,11 @@ class Guard:
 
 
 class Gate:
-    """Judges a step's numbers where they are, on the device, before the update: the host need not wait for them.
+    """Judges a step's loss and grad_norm on the device, before the update, so that the host need not wait for them.
 
-    A number that is not finite, or with on_spike=rollback a loss that jumps, shuts the gate for that step and all that
-    follow, so that nothing has changed since when the host comes to look: it decides, opens the gate, and has the steps
-    after it made again. A loss jumps that is more than spike_sigmas standard deviations above the mean of the
-    spike_window losses before.
+    A number that is not finite, or a spike with on_spike=rollback, shuts the gate for that step and every later one, so
+    that nothing has changed when the host looks. The host then decides what to do, opens the gate, and repeats the
+    later steps.
     """
 
     def __init__(self, device: torch.device, config: GuardConfig):
@@ -86,21 +86,21 @@ class Gate:
         self.open([])
 
     def open(self, losses: list[float]):
-        """With the losses to measure jumps against: none is one until there are `window` of them."""
+        """Opens the gate. `losses` are those to compare with: there is no spike until there are `window` of them."""
         self.held = torch.zeros((), dtype=torch.bool, device=self.device)
         self.shut = torch.zeros((), device=self.device)  # 1.0: no update
         known = [math.nan] * (self.window - len(losses)) + list(losses)[-self.window :]
         self.before = torch.tensor(known, dtype=self.dtype, device=self.device)
 
-    def forget(self):
-        """The losses before: rows have another length now, and a token more or less before it."""
+    def forget_losses(self):
+        """Empties the window of losses, when the row length changes: a token then has more or less context."""
         self.before = torch.where(self.held, self.before, math.nan)
 
     def losses(self) -> list[float]:
         return [loss for loss in self.before.tolist() if not math.isnan(loss)]
 
     def judge(self, loss: Tensor, norm: Tensor, scaler: torch.amp.GradScaler) -> Tensor:
-        """FINE, OVERFLOW (in fp16, whose scale was too large), NOT_FINITE, SPIKE, or HELD by a step before."""
+        """FINE, OVERFLOW (in fp16, the loss scale was too large), NOT_FINITE, SPIKE, or HELD by an earlier step."""
         fine, overflow, not_finite, spike, held = self.verdicts
         finite = loss.isfinite() & norm.isfinite()
         jumps = loss > self.before.mean() + self.sigmas * self.before.std(correction=0)
@@ -119,6 +119,6 @@ class Gate:
         return verdict
 
     def keep_if_held(self, before: tuple[Tensor, ...], now: tuple[Tensor, ...]):
-        """What a held step must not change, in place."""
+        """Restores, in place, what a held step must not have changed."""
         for old, new in zip(before, now, strict=True):
             new.copy_(torch.where(self.held, old, new))

@@ -46,7 +46,7 @@ def compute_gradients(
 
 
 def gradient_norm(optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler) -> Tensor:
-    """Of all gradients, unscaled first."""
+    """The norm of all gradients together, which are unscaled first."""
     scaler.unscale_(optimizer)
     gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     return full_tensor(nn.utils.get_total_norm(gradients))

@@ -1,4 +1,4 @@
-"""Ends a run in time: after the step at hand, with a checkpoint."""
+"""Signals and the time limit: they end a run after the current step, with a checkpoint."""
 
 import math
 import os
@@ -9,22 +9,22 @@ import time
 from training import distributed
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
-TIME_IS_UP = 1000  # where the number of a signal stands else; no signal has it
-PASSED_ON = 5.0  # seconds in which torchrun says again what the terminal has said to all
+TIME_IS_UP = 1000  # used like the number of a signal; no signal has it
+PASSED_ON = 5.0  # seconds in which torchrun may repeat a signal that the terminal has sent to every process
 
 
 class Interruption:
-    """Listens for signals and watches the time limit, in seconds or None.
+    """Catches signals and watches the time limit (seconds, or None).
 
-    A second signal ends the process at once. Under torchrun only after PASSED_ON seconds: Ctrl-C reaches every process
-    of a terminal, and torchrun sends each rank what it hears itself. SIGHUP is neither first nor second: a terminal
-    that closes sends it twice, and a system that ends a session with SIGTERM.
+    A second signal ends the process at once; under torchrun only after PASSED_ON seconds, since Ctrl-C reaches every
+    process of a terminal and torchrun also forwards it to each rank. SIGHUP does not count as the first or the second
+    signal: a closing terminal sends it twice, and a system that ends a session sends SIGTERM as well.
 
-    The host may be `steps_ahead` steps ahead of the device, or a second, whichever is less. Then it looks what has
-    become of them, and the ranks agree on whether to end.
+    The host may run ahead of the device by `steps_ahead` steps or by a second, whichever is less. It then looks at the
+    outcome of these steps, and the ranks agree whether to stop.
 
-    `wanted` is 0, the number of a signal, or TIME_IS_UP. The latter comes early enough for one more step, with all that
-    may be due behind it, and for the last checkpoint: each as long as the longest step so far.
+    A reason to stop is the number of a signal or TIME_IS_UP; 0 means none. The time limit leaves room for one more step
+    with everything due after it, and for the last checkpoint, each as long as the longest step so far.
     """
 
     def __init__(self, max_seconds: float | None, began: float, steps_ahead: int = 1):
@@ -41,7 +41,7 @@ class Interruption:
 
     def __exit__(self, *_):
         if self._is_passed_on():
-            return  # what is still to come must not end what follows the last checkpoint
+            return  # a signal that torchrun still forwards must not end what follows the last checkpoint
         for number, handler in self.before.items():
             signal.signal(number, handler)
 
@@ -55,14 +55,14 @@ class Interruption:
             os.kill(os.getpid(), number)
 
     def _is_passed_on(self) -> bool:
-        """Whether a signal, now, is the first one once more."""
+        """Whether a signal that arrives now is the first one, forwarded by torchrun."""
         return "TORCHELASTIC_RUN_ID" in os.environ and time.monotonic() - self.heard < PASSED_ON
 
     def look_due(self, step: int) -> bool:
         return step >= self.next_look or (self.signal != 0 and distributed.size() == 1)
 
     def requested(self, step: int) -> int:
-        """What is wanted on any rank. Asked by all alike, after each look; `step` steps are done."""
+        """The reason to stop on any rank, or 0, after `step` steps. A collective, called after each look."""
         before, reason = self.last, self.stop_requested()
         pace = 0.0 if before is None or step <= self.looked else (self.last - before) / (step - self.looked)
         reasons, paces = distributed.gather(reason, pace)
@@ -71,7 +71,7 @@ class Interruption:
         return int(max(reasons))
 
     def stop_requested(self) -> int:
-        """Asked once a look."""
+        """This rank's reason to stop, or 0. Called once a look."""
         now = time.monotonic()
         if self.last is not None:
             self.longest = max(self.longest, now - self.last)
@@ -83,16 +83,16 @@ class Interruption:
 
 
 def exit_code(reason: int) -> int:
-    """Of a run that was ended so: 143 by SIGTERM, 130 by Ctrl-C, 129 by SIGHUP, 0 by its own time limit."""
+    """The exit code for a reason to stop: 143 for SIGTERM, 130 for Ctrl-C, 129 for SIGHUP, 0 for the time limit."""
     return 0 if reason in (0, TIME_IS_UP) else 128 + reason
 
 
 def describe(reason: int) -> str:
-    return "the time is up" if reason == TIME_IS_UP else signal.Signals(reason).name
+    return "time limit reached" if reason == TIME_IS_UP else signal.Signals(reason).name
 
 
 def seconds(limit: str | None) -> float | None:
-    """Of "3h50m", "90m", "45s" or "1d12h"; None stays."""
+    """The seconds of "3h50m", "90m", "45s" or "1d12h"; None for None."""
     if limit is None:
         return None
     units = {"d": 86400, "h": 3600, "m": 60, "s": 1}

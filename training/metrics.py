@@ -1,4 +1,4 @@
-"""What a run tells about itself: metrics.jsonl, which is the truth, and a line on the screen."""
+"""The metrics of a run: metrics.jsonl, which is complete, and a line on the screen."""
 
 import contextlib
 import errno
@@ -23,29 +23,29 @@ from data.older import renamed
 
 
 class MetricsLog:
-    """metrics.jsonl: one row a logged step, written at once; rows that the disk has no room for wait until it has.
+    """metrics.jsonl: one row per logged step, written at once. While the disk is full, rows wait in memory.
 
-    A row is {"step": steps done, values that a rerun repeats exactly, "clock": {values that it does not}}. Opening it
-    at a step (a run resumed) removes what a lost continuation wrote after that step. A path of None keeps nothing.
-    What goes wrong with the disk later is said by `warn`, once.
+    A row is {"step": steps done, values that a rerun repeats exactly, "clock": {values that it does not}}. Opening the
+    file at a step, to resume there, removes the rows after that step. A path of None writes nothing. Later disk errors
+    are reported once, by `warn`.
     """
 
     def __init__(self, path: Path | None, step: int, warn: Callable[[str], None] = print):
         self.path, self.warn, self.warned = path, warn, False
         self.waiting: list[dict] = []
-        self.end = 0  # in bytes, of the whole rows in the file
+        self.end = 0  # bytes of complete rows in the file
         if path is not None:
             self.file = path.open("ab", buffering=0)
         self.rewind(step)
 
     def rewind(self, step: int):
-        """Removes the rows after a step, and the half row of a killed run."""
+        """Removes the rows after a step, and an incomplete last row."""
         self.waiting = [row for row in self.waiting if row["step"] <= step]
         if self.path is None:
             return
         steps = ((line, row.get("step") if isinstance(row, dict) else None) for _, line, row in _lines(self.path))
         kept = b"".join(line + b"\n" for line, n in steps if type(n) is int and n <= step)
-        if not self.path.read_bytes().startswith(kept):  # something damaged stands between
+        if not self.path.read_bytes().startswith(kept):  # there are damaged lines between the rows
             rewound = self.path.with_suffix(".tmp")
             rewound.write_bytes(kept)
             rewound.replace(self.path)
@@ -59,22 +59,22 @@ class MetricsLog:
             self.flush()
 
     def flush(self):
-        """Writes what waits, in order."""
+        """Writes the waiting rows, in order."""
         try:
             while self.waiting:
                 line = (json.dumps(self.waiting[0]) + "\n").encode()
-                self.file.truncate(self.end)  # half a row, of the last time
+                self.file.truncate(self.end)  # removes what a failed write left
                 if self.file.write(line) < len(line):
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
                 self.end += len(line)
                 del self.waiting[0]
         except OSError as error:
             with contextlib.suppress(OSError):
-                self.file.truncate(self.end)  # half a row
+                self.file.truncate(self.end)  # removes an incomplete row
             self._failed(error)
 
     def sync(self):
-        """Waits until the disk has it, so that no checkpoint is ahead of its rows."""
+        """Flushes the rows to the disk, so that no checkpoint is ahead of them."""
         if self.path is None:
             return
         self.flush()
@@ -85,12 +85,12 @@ class MetricsLog:
 
     def _failed(self, error: OSError):
         if not self.warned:
-            self.warn(f"{self.path} cannot be written, its rows wait and training goes on: {error.strerror}")
+            self.warn(f"{self.path} cannot be written: {error.strerror}; rows are kept in memory, training continues")
         self.warned = True
 
 
 class Row(TypedDict):
-    """A line of metrics.jsonl, as far as it is read here; what is not finite is a number in it, too."""
+    """A line of metrics.jsonl, as far as it is read here. Numbers may be NaN or infinite."""
 
     step: int
     tokens: NotRequired[int]
@@ -101,15 +101,15 @@ class Row(TypedDict):
 
 
 def read_rows(path: Path) -> list[dict]:
-    """The rows of a metrics.jsonl, but for the last line of a killed run; none where there is no file.
+    """The rows of a metrics.jsonl without lines that are cut off; [] if there is no file.
 
-    ValueError, with its place, for a line that is no row.
+    ValueError, with the line number, for a line that is JSON but not a row.
     """
     return [check_shape(renamed(row), Row, f"{path}, line {number},") for number, _, row in _lines(path)]
 
 
 def _lines(path: Path) -> Iterator[tuple[int, bytes, Any]]:
-    """The number of each line, itself, and what it holds; but for those that are no JSON, as a killed run's last."""
+    """(number, line, parsed line) of each line that is JSON; the last line of a killed run may not be."""
     for number, line in enumerate(path.read_bytes().split(b"\n") if path.is_file() else [], start=1):
         with contextlib.suppress(ValueError):
             yield number, line, from_json(line)
@@ -122,7 +122,7 @@ def best(rows: list[dict]) -> dict | None:
 
 
 def peak_memory(device: torch.device) -> float:
-    """The most that this process has needed so far, in GiB: of the GPU's memory, else of the machine's."""
+    """The peak memory of this process so far, in GiB: on the GPU if there is one, else in RAM."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     unit = 1 if sys.platform == "darwin" else 1024
@@ -130,7 +130,7 @@ def peak_memory(device: torch.device) -> float:
 
 
 class Stopwatch:
-    """Seconds of training alone: evaluation, samples and checkpoints run with it paused."""
+    """Measures training time; paused during evaluation, sampling and checkpoints (`with watch:`)."""
 
     def __init__(self):
         self.total, self.since = 0.0, time.perf_counter()
@@ -146,7 +146,7 @@ class Stopwatch:
 
 
 class Screen:
-    """On a terminal one line that stays in place, elsewhere a plain line a report."""
+    """Prints progress: on a terminal one line that is updated in place, elsewhere a line per report."""
 
     def __init__(self, steps: int):
         self.console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
@@ -165,11 +165,11 @@ class Screen:
         self.progress.stop()
 
     def say(self, text: str):
-        """A line, or several, that stay."""
+        """Prints lines that stay."""
         self.console.print(text)
 
     def report(self, step: int, row: dict, seconds_left: float, keep: bool):
-        """Where the run stands; `keep`: leave the line on the terminal too."""
+        """Prints the metrics of a step; `keep`: the line stays on a terminal too."""
         width, speed = len(str(self.steps)), rate(row["clock"]["tok_per_sec"])
         loss, norm = row.get("loss", math.nan), row.get("grad_norm", math.nan)  # none of a step without an update
         parts = [f"step {step:>{width}}/{self.steps}", f"loss {loss:.3f}"]

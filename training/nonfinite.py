@@ -1,4 +1,4 @@
-"""When numbers are not finite: where it began, and what is written down of it."""
+"""Finds and reports where a number was first not finite."""
 
 import json
 from collections.abc import Callable
@@ -14,10 +14,10 @@ NOWHERE = {"micro_batch": None, "module": None, "tensor": None}
 
 
 def find_origin(model: nn.Module, pieces: list[dict[str, Tensor]], autocast: torch.autocast, rng: dict) -> dict:
-    """Where a number was first not finite: repeats a step's micro-batches with the random state it began with.
+    """Finds where a number was first not finite, by replaying a step's micro-batches from its random state `rng`.
 
-    -> {"micro_batch", "module", "tensor"}, by name: a weight that is so already, else the first output in the forward,
-    else the first gradient in the backward. None where it does not happen again. The gradients are lost.
+    Returns {"micro_batch", "module", "tensor"}: a weight that is not finite before the step, else the first output in
+    the forward, else the first gradient in the backward; all None if it cannot be reproduced. Gradients are cleared.
     """
     for name, parameter in model.named_parameters():
         if not parameter.isfinite().all():
@@ -36,7 +36,7 @@ def find_origin(model: nn.Module, pieces: list[dict[str, Tensor]], autocast: tor
         def check(x) -> Tensor | None:
             if not isinstance(x, Tensor) or not x.requires_grad:
                 return None
-            x = x.view_as(x)  # with a gradient of its own, for others may read the same
+            x = x.view_as(x)  # a tensor with a gradient of its own: other modules may read the same input
             x.register_hook(look(name, "input's gradient"))
             return x
 
@@ -44,7 +44,7 @@ def find_origin(model: nn.Module, pieces: list[dict[str, Tensor]], autocast: tor
 
     edits: dict[Site | Place, Edit] = {}
     for name, module in model.named_modules():
-        if not any(True for _ in module.children()):  # of a parent it would be the children's fault
+        if not any(True for _ in module.children()):  # leaves only: what a parent returns is its children's
             edits |= {Place(name): look(name, "output"), Place(name, 0): look_back(name)}
     Generators().load(rng)
     try:
@@ -68,12 +68,12 @@ def find_origin(model: nn.Module, pieces: list[dict[str, Tensor]], autocast: tor
 
 
 def report(path: Path, step: int, loss: float, norm: float, origin: dict, texts: list[str]):
-    """Writes down what is known of a step whose numbers are not finite, with the text of its batch."""
+    """Writes the report on a step that was not finite, with the text of its batch, as JSON."""
     numbers = {"step": step, "loss": str(loss), "grad_norm": str(norm)}
     path.write_text(json.dumps({**numbers, **origin, "texts": texts}, indent=2, ensure_ascii=False), encoding="utf-8")
 
 
 def describe(origin: dict) -> str:
     if origin["tensor"] is None:
-        return "it did not happen again when the step was repeated"
-    return f"first in the {origin['tensor']} of {origin['module'] or 'the model'}"
+        return "could not be reproduced by replaying the step"
+    return f"first not finite: the {origin['tensor']} of {origin['module'] or 'the model'}"

@@ -1,4 +1,4 @@
-"""What changes the weights: AdamW, or Muon for the matrices inside blocks and AdamW for the rest."""
+"""The optimizers: AdamW, or Muon for the matrices inside blocks and AdamW for the rest."""
 
 import math
 from collections import defaultdict
@@ -14,19 +14,19 @@ from torch.optim.adamw import adamw
 from model import GPT
 from training.distributed import full_tensor, shard_like
 
-WIDTH = 128  # the d_model for which lr_head is given, where it falls with the width
+WIDTH = 128  # the d_model for which lr_head is given with Muon
 
 
 def parameter_groups(
     model: GPT, *, lr: float, lr_embedding: float, lr_head: float, lr_norm: float, weight_decay: float
 ) -> list[dict]:
-    """The weights by what they are, each kind with its `initial_lr` rate: matrices in blocks, head, embeddings, norms.
+    """The parameter groups, each with its initial_lr: matrices in blocks, head, embeddings, norms and biases.
 
-    Matrices and the head decay; norms, biases and embeddings do not, and a head tied to the embedding counts as one.
+    Weight decay applies to matrices and the head; a head tied to the embedding counts as an embedding.
     """
     tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     kinds: dict[str, list[nn.Parameter]] = {"matrices": [], "head": [], "embeddings": [], "norms": []}
-    for parameter in model.parameters():  # a shared parameter comes once
+    for parameter in model.parameters():  # yields a shared parameter once
         if id(parameter) in tables:
             kinds["embeddings"].append(parameter)
         elif parameter is model.head.weight:
@@ -52,9 +52,9 @@ Rate = Annotated[float, Gt(0), Le(1e30)]
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """What changes the weights, with initial_lr learning rates for each kind of them, see parameter_groups.
+    """The optimizer and its initial learning rate for each parameter group, see parameter_groups.
 
-    momentum: Muon's. grad_clip: the largest norm of all gradients together, to which larger ones are scaled down.
+    momentum: Muon's. grad_clip: gradients whose norm, all together, is larger are scaled down to it.
     """
 
     name: Literal["adamw", "muon"]
@@ -77,10 +77,10 @@ class OptimizerConfig:
 
 
 def build_optimizer(model: GPT, config: OptimizerConfig, precision: str = "fp32") -> torch.optim.Optimizer:
-    """torch's fused AdamW, or Muon, which multiplies in `precision` where that is bf16.
+    """torch's fused AdamW, or Muon, whose matrix products run in bf16 if `precision` is bf16.
 
-    With Muon a rate means the same at every width: lr_head is for d_model WIDTH, and falls as the width grows, since
-    a logit sums up d_model steps of equal size.
+    With Muon a learning rate means the same at every width. lr_head is that of d_model WIDTH and falls in proportion to
+    the width, since a logit is a sum of d_model products.
     """
     c, betas = config, (config.betas[0], config.betas[1])
     lr_head = c.lr_head * WIDTH / model.config.d_model if c.name == "muon" else c.lr_head
@@ -93,7 +93,7 @@ def build_optimizer(model: GPT, config: OptimizerConfig, precision: str = "fp32"
 
 
 def cuts_by_head(model: GPT) -> dict[Tensor, tuple[int, int]]:
-    """In how many pieces (down, across) Muon takes the matrices of attention: a head's part is a matrix of its own."""
+    """Into how many pieces (down, across) Muon cuts the attention's matrices: each head's part is one matrix."""
     cuts: dict[Tensor, tuple[int, int]] = {}
     for block in model.blocks:
         attention = block.attention
@@ -103,11 +103,12 @@ def cuts_by_head(model: GPT) -> dict[Tensor, tuple[int, int]]:
 
 
 def orthogonalised(x: Tensor, nothing: Tensor | float = 0.0) -> Tensor:
-    """Matrices x (n rows columns), rows <= columns, with all singular values brought near 1.
+    """Orthogonalises matrices x (n rows columns), rows <= columns: brings all singular values close to 1.
 
-    Five steps of Newton-Schulz with the coefficients of "Muon" (Jordan, 2024), which do not converge but reach 0.7 to
-    1.2 in few steps: x becomes f x, where f = a I + b x x^T + c (x x^T)^2. All n in one batch of products. On a CPU, in
-    fp32, these are exact enough to multiply the fs first, and x by that, which is less work where x is wide.
+    Five Newton-Schulz steps with the coefficients of "Muon" (Jordan, 2024), which do not converge, but bring them to
+    0.7 to 1.2 in few steps: x becomes f x, where f = a I + b x x^T + c (x x^T)^2. All n in one batch of products. On a
+    CPU in fp32, products are exact enough to multiply the factors f first and x last, which is less work for wide x.
+    `nothing`: added to the norm that x is divided by; infinity gives zeros.
     """
     a, b, c = 3.4445, -4.7750, 2.0315
     x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7 + nothing)
@@ -133,14 +134,14 @@ def orthogonalised(x: Tensor, nothing: Tensor | float = 0.0) -> Tensor:
 
 
 class Muon(torch.optim.Optimizer):
-    """The group "matrices" moves as far in every direction of a matrix ("Muon", Jordan, 2024), the others by AdamW.
+    """Muon (Jordan, 2024) for the group "matrices": orthogonalised updates. AdamW for the other groups.
 
     Args:
-        groups: as parameter_groups gives them.
-        cuts: in how many pieces (down, across) a matrix is orthogonalised; one whole where it is not named.
-        momentum: of the gradients of matrices, Nesterov's.
-        betas, eps: AdamW's.
-        dtype: in which matrices are orthogonalised.
+        groups: see parameter_groups.
+        cuts: into how many pieces (down, across) a matrix is cut before it is orthogonalised; by default it is not.
+        momentum: Nesterov momentum, for the matrices.
+        betas, eps: AdamW's, for the other groups.
+        dtype: the type in which matrices are orthogonalised.
     """
 
     def __init__(self, groups: list[dict], cuts: dict, *, lr: float, momentum: float, betas, eps: float, dtype):
@@ -149,20 +150,20 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self):
-        """Where `found_inf` is a tensor that holds 1, as GradScaler hands it over, nothing changes."""
+        """An update; nothing changes if the attribute `found_inf` is a tensor that holds 1, as GradScaler sets it."""
         for group in self.param_groups:
             parameters = [p for p in group["params"] if p.grad is not None]
             (self._muon if group["name"] == "matrices" else self._adamw)(group, parameters)
 
     def _muon(self, group: dict, parameters: list[Tensor]):
-        batches = defaultdict(list)  # pieces of equal shape, to be worked on at once
+        batches = defaultdict(list)  # pieces of equal shape, to be orthogonalised together
         shut, momentum, decay = getattr(self, "found_inf", None), group["momentum"], group["lr"] * group["weight_decay"]
         for p in parameters:
             if not self.state[p]:
                 self.state[p]["momentum"] = torch.zeros_like(p)
         moments, gradients = [self.state[p]["momentum"] for p in parameters], [p.grad for p in parameters]
         keep, nothing = 1 - decay, 0.0
-        if shut is not None:  # nothing: what divides a direction, where there is to be none
+        if shut is not None:  # 1: no decay, an update of zeros, and a momentum that stays
             closed, keep = shut > 0, 1 - decay * (1 - shut.double())
             nothing = torch.where(closed, math.inf, 0.0)
             gradients = [torch.where(closed, *pair) for pair in zip(moments, gradients, strict=True)]

@@ -1,4 +1,4 @@
-"""What a run tells of itself: lines on the screen, metrics.jsonl, W&B, and the files in its folder that describe it."""
+"""What a run reports: lines on the screen, metrics.jsonl, W&B, and the files in its folder that describe it."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Recorder:
-    """Of several ranks the first writes; the methods may be called by all."""
+    """Writes and prints on rank 0; the other ranks may call its methods too."""
 
     def __init__(self, folder: Path, cfg: "Train", engine: Engine, start: Start, steps: int, group: str | None):
         self.folder, self.engine, self.steps, self.tokens_per_step = folder, engine, steps, cfg.batch_tokens
@@ -59,11 +59,11 @@ class Recorder:
         self.screen.__exit__()
 
     def say(self, text: str):
-        """A line, or several, that stay."""
+        """Prints lines that stay."""
         self.screen.say(text)
 
     def write(self, row: dict, end: int, row_length: int):
-        """A row of metrics.jsonl, with what the clock says, and a line; `end` is the last step there will be."""
+        """Adds the clock's values to a row, writes and prints it. `end` is the last step of this start of the run."""
         (last_step, last_seconds), step, seconds = self.last, row["step"], self.watch.seconds()
         speed = (step - last_step) * self.tokens_per_step / (seconds - last_seconds)
         self.last = step, seconds
@@ -77,41 +77,41 @@ class Recorder:
         self.screen.report(step, row, left, keep="val_loss" in row)
 
     def sample(self, samples: list[dict]):
-        """Shows the last of them; W&B has a table of all."""
+        """Prints the last sample; W&B gets a table of all."""
         tracking.log_samples(self.mirror, samples)
         self.say(f"\n{visible(samples[-1]['text'])}\n")
 
     def rewind(self, step: int):
-        """To a step before: what came after it is to come again."""
+        """Goes back to an earlier step, after which the run is repeated."""
         self.log.rewind(step)
         self.last = step, self.watch.seconds()
 
     def sync(self):
-        """So that no checkpoint is ahead of its rows."""
+        """Flushes metrics.jsonl, so that no checkpoint is ahead of it."""
         self.log.sync()
 
     def farewell(self, state: TrainState, reason: int, patient: bool, failed: int) -> int:
-        """Says what there is now and what may come next -> the exit code. ValueError where something was not saved."""
+        """Prints the results and what to type next; returns the exit code. ValueError if something was not saved."""
         self.log.sync()
         tracking.finish(self.mirror)
         step, run = state.step, self.folder
         if reason:
             why = interruption.describe(reason)
-            print(f"{why}: ended after step {step}; python train.py resume={run} resumes it")
+            print(f"stopped     {why}, after step {step}; continue with: python train.py resume={run}")
         if not patient:
             waited = f"{state.guard.waited} evaluations without a lower validation loss"
-            print(f"patience    ended after step {step}: {waited}")
+            print(f"patience    stopped after step {step}: {waited}")
         print(f"checkpoint  {next(iter(checkpoint.steps(run)), None)}")
         if best := checkpoint.describe_best(run):
             print(f"best        {best}")
         lowest = state.guard.lowest_step
         if lowest is not None and not checkpoint.step_folder(run, lowest).exists():
-            print(f"lowest      {state.guard.lowest:.4f} after step {lowest}, of which no checkpoint is left")
+            print(f"lowest      validation loss {state.guard.lowest:.4f} after step {lowest}, which has no checkpoint")
         print(f"next        python -m scripts.generate checkpoint={run} -- To be, or not")
-        print(f"tracked     {tracking.where(self.mirror)}", flush=True)
+        print(f"tracking    {tracking.where(self.mirror)}", flush=True)
         if failed:
             raise ValueError(f"{failed} checkpoints could not be saved, see above")
         if self.log.waiting:
-            lost = f"from step {self.log.waiting[0]['step']} on"
-            raise ValueError(f"{len(self.log.waiting)} rows of {self.log.path} could not be written, {lost}")
+            first = self.log.waiting[0]["step"]
+            raise ValueError(f"{len(self.log.waiting)} rows of {self.log.path} could not be written, from step {first}")
         return interruption.exit_code(reason)

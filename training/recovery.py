@@ -1,4 +1,4 @@
-"""What a run does about a step whose numbers went wrong: it stops where it can go on, or leaves the batch out."""
+"""What a run does after a non-finite loss or gradient, or a spike: stop after saving, skip the batch, or roll back."""
 
 from typing import TYPE_CHECKING
 
@@ -30,9 +30,9 @@ def recover(
     checkpoints: Checkpoints,
     recorder: Recorder,
 ):
-    """After a step that is held: leaves its batch out, of the steps from here on or from the last checkpoint on.
+    """Handles a held step: skips its batch from here on, or from the last checkpoint on (on_spike=rollback).
 
-    `row_length`: of that step. ValueError, with the state saved in which it began, where the run is to end.
+    `row_length`: the step's. Where the run must stop it raises a ValueError; the state before the step is saved.
     """
     guard, step = state.guard, outcome.number
     if outcome.verdict == NOT_FINITE:
@@ -48,9 +48,9 @@ def recover(
     what = f"the loss of step {step + 1} jumped to {outcome.loss:.4f}"
     if guard.rollbacks >= cfg.max_skips:
         hint = f"resume=auto with on_spike=count, or a higher spike_sigmas than {cfg.spike_sigmas}"
-        times = f"after max_skips={cfg.max_skips} times back"
+        times = f"after {cfg.max_skips} rollbacks (max_skips)"
         raise ValueError(f"{what}, {times}; {_saved(checkpoints, state)}try {hint}")
-    recorder.say(f"{what}: back to the last checkpoint")
+    recorder.say(f"{what}: rolling back to the last checkpoint")
     guard.leave_out(step)
     guard.spikes, guard.rollbacks = guard.spikes + 1, guard.rollbacks + 1
     try:
@@ -73,7 +73,7 @@ def explain(
     tokenizer: Tokenizer,
     recorder: Recorder,
 ) -> str:
-    """Repeats the step to find out where its numbers went wrong, and writes that down with the text of the batch."""
+    """Replays the step to find where a number was first not finite; reports that, with the text of the batch."""
     rng = state.rng.state()
     origin = nonfinite.NOWHERE
     if engine.searchable:

@@ -1,4 +1,4 @@
-"""Where a run begins: at its beginning, with the weights of another, or where a checkpoint stands."""
+"""Where a run starts: from scratch, from the weights of another run, or from a checkpoint that it resumes."""
 
 import math
 from dataclasses import asdict, dataclass, field
@@ -15,12 +15,12 @@ from training.state import TrainState
 if TYPE_CHECKING:
     from conf.schema import Train
 
-OF_RUN = ("config", "choices", "corpus", "steps", "wandb_id", "guard")  # of training.pt, what a run needs to begin
+OF_RUN = ("config", "choices", "corpus", "steps", "wandb_id", "guard")  # the keys of training.pt that a start needs
 
 
 @dataclass
 class Start:
-    """`checkpoint` is the one to resume, of which `saved` holds what is OF_RUN; `weights_of` what init_from names."""
+    """`checkpoint` is the one to resume, `saved` its entries named in OF_RUN; `weights_of` is the one of init_from."""
 
     step: int = 0
     checkpoint: Path | None = None
@@ -31,15 +31,15 @@ class Start:
 
     @property
     def known(self) -> Known | None:
-        """The corpus that the checkpoint has learned from."""
+        """The corpus that the checkpoint was trained on."""
         return learned_from(self.about, self.checkpoint) if self.checkpoint is not None else None
 
     def check_corpus(self, corpus: Corpus, cfg: "Train"):
-        """ValueError unless the run goes on with the text and the tokenizer that it began with."""
+        """ValueError unless the run continues with the text and the tokenizer that it started with."""
         if self.saved and self.saved["corpus"] != corpus.fingerprint():
-            again = as_before(self.saved["config"], asdict(cfg))
-            what = f"{self.checkpoint} has learned from another text than {corpus.folder}, or with another tokenizer"
-            raise ValueError(what + (f": give {again}" if again else ""))
+            settings = as_before(self.saved["config"], asdict(cfg))
+            what = f"{self.checkpoint} was trained on another text than {corpus.folder}, or with another tokenizer"
+            raise ValueError(what + (f": give {settings}" if settings else ""))
         if self.weights_of is not None:
             checkpoint.check_same_tokenizer(self.weights_of, corpus.tokenizer)
         try:
@@ -48,7 +48,7 @@ class Start:
             raise ValueError(f"sample.prompt: {error}") from error
 
     def restore(self, state: TrainState, cfg: "Train"):
-        """What the checkpoint remembers; of validation only what was measured as it is now."""
+        """Loads the checkpoint's state; forgets the lowest validation loss if eval_tokens has changed."""
         if self.checkpoint is None:
             return
         checkpoint.check_same_model(self.checkpoint, state.model)
@@ -58,33 +58,37 @@ class Start:
 
 
 def find_start(cfg: "Train", run: Path) -> Start:
-    """Of a run in the folder `run`; says what has changed since. ValueError where it may not begin so.
+    """Finds where the run in the folder `run` starts, and prints which settings have changed since its checkpoint.
 
-    With resume=auto, the run folder is the newest run that has a checkpoint, or a new one.
+    With resume=auto, `run` is the newest run that has a checkpoint, or a new folder. ValueError if the run must not
+    start like this.
     """
     if cfg.resume not in (None, "auto"):
         folder = checkpoint.find(cfg.resume, for_training=True)
         if checkpoint.steps(run):
-            raise ValueError(f"{run} already holds checkpoints: take another folder, or resume=auto to go on with them")
+            raise ValueError(f"{run} already holds checkpoints: choose another folder, or resume=auto to continue them")
     elif checkpoint.steps(run):
         if cfg.resume is None:
-            raise ValueError(f"{run} already holds checkpoints: resume=auto goes on with them; or take another folder")
+            raise ValueError(f"{run} already holds checkpoints: resume=auto continues them; or choose another folder")
         folder = checkpoint.find(run, for_training=True)
     else:
         if cfg.resume == "auto":
-            print("resume=auto: no run of this name has a checkpoint, beginning a new one")
+            print("resume=auto: no run of this name has a checkpoint, starting a new one")
         return Start(weights_of=None if cfg.init_from is None else checkpoint.find(cfg.init_from))
     about, training = checkpoint.read_about(folder), checkpoint.load_training(folder)
     saved: dict[str, Any] = {name: value for name, value in training.items() if name in OF_RUN}
     print(f"resuming from {folder}: {about['step']} steps are done")
     check_same_settings(folder, saved["config"], asdict(cfg))
     for name, before, now in differences(saved["config"], asdict(cfg)):
-        print(f"a setting has changed: {name} was {before}, is {now}")
+        print(f"changed setting: {name} was {before}, is now {now}")
     return Start(about["step"], folder, None, about, saved, about.get("batch_order", 1))
 
 
 def planned_steps(cfg: "Train", start: Start, batches: Batches | None = None) -> int | None:
-    """As set, or as epochs have come to before, on the text that a checkpoint knows; else as they do on this text."""
+    """The setting `steps`, or what `epochs` amounts to: as the checkpoint has it, else counted on this text.
+
+    None while the text is needed and not there yet.
+    """
     measures = ("epochs", "batch_tokens", "seq_len", "packing")
     if cfg.steps is not None:
         return cfg.steps
@@ -94,12 +98,12 @@ def planned_steps(cfg: "Train", start: Start, batches: Batches | None = None) ->
 
 
 def nothing_left(cfg: "Train", steps: int, start: Start) -> bool:
-    """Whether a run that is started again and again has come to its good end. ValueError for one that is not."""
+    """Whether the run is finished already, which is fine with resume=auto; ValueError without."""
     end = min(steps, cfg.stop_after or steps)
     if start.step >= end:
-        nothing = f"nothing left to do: {start.step} steps are done, the run ends at {end}; give more steps"
+        nothing = f"nothing left to do: {start.step} steps are done, the run ends at {end}; increase steps"
     elif start.saved and cfg.patience is not None and _waited(start, cfg) >= cfg.patience:
-        nothing = f"nothing left to do: {start.step} steps are done, and patience={cfg.patience} has ended; give more"
+        nothing = f"nothing left to do: patience={cfg.patience} ended the run after {start.step} steps; increase it"
     else:
         return False
     if cfg.resume != "auto":
@@ -109,6 +113,6 @@ def nothing_left(cfg: "Train", steps: int, start: Start) -> bool:
 
 
 def _waited(start: Start, cfg: "Train") -> int:
-    """Evaluations without a lower validation loss, of those that were measured as they are now."""
+    """The number of evaluations since the lowest validation loss; 0 if eval_tokens has changed."""
     same = start.saved["config"].get("eval_tokens") == cfg.eval_tokens
     return start.saved["guard"].get("waited", 0) if same else 0

@@ -1,4 +1,4 @@
-"""What stands in a run's folder, and how it differs from what it goes on with."""
+"""A run's folder: the record of its environment, and how its settings differ from those it was started with."""
 
 import json
 import platform
@@ -15,7 +15,7 @@ import torch
 CODE = Path(__file__).resolve().parent.parent
 
 
-PROGRAM = (  # where its files are, as git takes it; nothing else of a checkout is anybody's business
+PROGRAM = (  # the program's own files, as git pathspecs; no other file of a checkout is recorded
     ":(glob)*.py",
     *(f"{folder}/*.py" for folder in ("conf", "data", "insight", "kernels", "model", "scripts", "training")),
     *("conf/*.yaml", "kernels/*.cpp", "kernels/*.h"),
@@ -24,15 +24,15 @@ LARGEST_PATCH = 2**22  # bytes
 
 
 def record_environment(run: Path, device: torch.device, warn: Callable[[str], None] = print, **facts) -> dict:
-    """Writes environment.json: with what the run was made, and `facts`; gives what it says.
+    """Writes environment.json, with versions, machine, command and `facts`, and returns its content.
 
-    Where the code is a git checkout whose program differs from its commit, changes.patch holds the difference, of no
-    other file. "changed" is null where that cannot be known; "untracked" names its files that git does not know.
+    If the code is a git checkout whose program files differ from the commit, changes.patch holds their diff. "changed"
+    is null if that is unknown; "untracked" names program files that git does not know.
     """
     commit = changed = changes = untracked = None
     (run / "changes.patch").unlink(missing_ok=True)
     try:
-        if _git("ls-files", "--error-unmatch", "train.py") is not None:  # ours, not one that we are installed in
+        if _git("ls-files", "--error-unmatch", "train.py") is not None:  # our repository, not one we are installed in
             commit = _git("rev-parse", "HEAD")
             difference = ("diff", "--no-color", "--no-ext-diff", "HEAD")
             changes = _git(*difference, "--binary", "--", *PROGRAM)
@@ -40,9 +40,9 @@ def record_environment(run: Path, device: torch.device, warn: Callable[[str], No
             untracked = others.decode(errors="replace").splitlines() if others is not None else None
             changed = None if changes is None else bool(changes)
     except subprocess.TimeoutExpired as error:
-        warn(f"how the code differs from its commit is not recorded: git took more than {error.timeout:.0f} s")
+        warn(f"changes since the commit are not recorded: git took more than {error.timeout:.0f} s")
     if changes and len(changes) > LARGEST_PATCH:
-        warn(f"how the code differs from its commit is not recorded: {len(changes):,} bytes, {LARGEST_PATCH:,} at most")
+        warn(f"changes since the commit are not recorded: {len(changes):,} bytes, {LARGEST_PATCH:,} at most")
     elif changes:
         (run / "changes.patch").write_bytes(changes)
     environment = {
@@ -62,7 +62,7 @@ def record_environment(run: Path, device: torch.device, warn: Callable[[str], No
 
 
 def _git(*arguments: str) -> bytes | None:
-    """What git says about the code; None where there is no git, or it refuses. TimeoutExpired after 10 s."""
+    """git's output for the code's folder; None if there is no git or it fails. TimeoutExpired after 10 s."""
     command = ["git", "-C", str(CODE), *arguments]
     try:
         result = subprocess.run(command, capture_output=True, timeout=10)
@@ -76,36 +76,36 @@ def _device_name(device: torch.device) -> str:
         return torch.cuda.get_device_name(device)
     try:
         return re.search(r"model name\s*: (.+)", Path("/proc/cpuinfo").read_text(encoding="utf-8"))[1]
-    except (OSError, TypeError):  # not Linux, or a processor that gives no name
+    except (OSError, TypeError):  # not Linux, or a processor without a name
         return platform.processor() or platform.machine()
 
 
 def describe(run: Path, tracked: str) -> str:
-    """README.txt of a run folder: what lies there and what to do with it."""
+    """README.txt of a run folder: what is in it, and what to do with it."""
     return f"""config.yaml      every setting of this run
 environment.json the code, the machine and the size of the model
-metrics.jsonl    its figures, a row a logged step
-checkpoints/     step folders, each whole; the newest is used, or the best: checkpoint={run}:best
+metrics.jsonl    its metrics, one row per logged step
+checkpoints/     a folder per saved step; the newest is used, or the best one with checkpoint={run}:best
 
-write text       python -m scripts.generate checkpoint={run} -- To be, or not
-measure          python -m scripts.evaluate checkpoint={run}
+generate         python -m scripts.generate checkpoint={run} -- To be, or not
+evaluate         python -m scripts.evaluate checkpoint={run}
 resume           python train.py resume={run}
 W&B              {tracked}
 """
 
 
 NOT_OF_TRAINING = ("resume", "init_from", "stop_after", "name", "dry_run", "world", "mfu", "device_spec")
-FROM_NOTHING = ("dropout", "attention_dropout", "zero_init")  # of a model: no bearing on weights that are there
-BEFORE = {"tokenizer.parse_special": False}  # what was done when there was no such setting
-PLACES = ("data.paths", "data.corpora", "data.wheel", "data.prompt", "tokenizer.path")  # what is there may be the same
+FREE = ("dropout", "attention_dropout", "zero_init")  # model settings that do not matter to trained weights
+BEFORE = {"tokenizer.parse_special": False}  # how older versions behaved, which had no such setting
+PLACES = ("data.paths", "data.corpora", "data.wheel", "data.prompt", "tokenizer.path")  # may name the same content
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """(setting, its value then, its value now) of what a resumed run is told otherwise than the one it goes on with."""
+    """(setting, its former value, its value now) of the settings in which a resumed run differs from its checkpoint."""
     for name, value in now.items():
         key = prefix + name
         old = before.get(name, BEFORE.get(key))
-        if key in NOT_OF_TRAINING or (prefix == "data." and name not in before):  # a setting that was not there yet
+        if key in NOT_OF_TRAINING or (prefix == "data." and name not in before):  # the checkpoint is older than it
             continue
         if isinstance(value, dict) and isinstance(old, dict) and key != "data.corpora":
             yield from differences(old, value, f"{key}.")
@@ -114,12 +114,13 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str =
 
 
 def check_same_settings(folder: Path, before: Mapping[str, Any], now: Mapping[str, Any]):
-    """ValueError unless a run may go on from `folder` as far as settings show: before any text is fetched or read.
+    """ValueError if settings show that a run cannot resume from `folder`, before any text is read.
 
-    It names all that differ, as a command line takes them. Text that may be the same elsewhere is compared later.
+    It names all that differ, in the form of a command line. Text that may be the same in another place is compared
+    later.
     """
     changed = {name: old for name, old, _ in differences(before, now)}
-    model = [name for name in changed if name.startswith("model.") and name.split(".")[1] not in FROM_NOTHING]
+    model = [name for name in changed if name.startswith("model.") and name.split(".")[1] not in FREE]
     text = [name for name in changed if name.startswith(("data.", "tokenizer.")) and name not in PLACES]
     if now["data"]["source"] in ("corpus", "mixture", "tokens"):  # opened as they are, in no time
         text = []
@@ -131,13 +132,13 @@ def check_same_settings(folder: Path, before: Mapping[str, Any], now: Mapping[st
 
 
 def as_before(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """What makes a command line's settings those of a checkpoint, but for how long it trains; "" for none."""
+    """What to add to a command line so that its settings are the checkpoint's, except for the length of training."""
     changed = [(name, old) for name, old, _ in differences(before, now) if name not in ("steps", "epochs")]
     return " ".join(override(name, old) for name, old in changed)
 
 
 def override(name: str, value: Any) -> str:
-    """name=value, in Hydra's syntax and in the shell's."""
+    """name=value, quoted for Hydra and for the shell."""
     return shlex.quote(f"{name}={_literal(value)}")
 
 

@@ -1,4 +1,4 @@
-"""A text that a run writes between its steps, to be read."""
+"""The samples that a run generates between its steps."""
 
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -16,7 +16,7 @@ from training.state import TrainState
 
 @dataclass(frozen=True)
 class SampleConfig:
-    """What is generated, and how it is drawn, see model.generation.Sampling."""
+    """The prompt, the number of tokens and how they are drawn, see model.generation.Sampling."""
 
     prompt: Text
     tokens: Annotated[int, Ge(1), Le(100_000)]
@@ -29,7 +29,7 @@ class SampleConfig:
 
 
 def write_sample(engine: Engine, state: TrainState, tokenizer: Tokenizer, settings: SampleConfig, seed: int):
-    """Adds a text to state.samples, drawn with the run's seed; it draws no random number of training."""
+    """Generates a text and adds it to state.samples. Drawn with `seed`, so that training's random state stays."""
     options: dict[str, Any] = {"temperature": settings.temperature, "top_k": settings.top_k, "top_p": settings.top_p}
     prompt = tokenizer.prompt(settings.prompt)
     state.model.eval()

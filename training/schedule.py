@@ -1,4 +1,4 @@
-"""The learning rate, and the length of rows, as pure functions of the step."""
+"""The learning rate and the row length, as pure functions of the step."""
 
 import math
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ Count = Annotated[int, Ge(1), Le(10**12)]
 
 @dataclass(frozen=True)
 class ScheduleConfig:
-    """How the learning rate rises and falls, see rate_factor."""
+    """The learning rate's warm-up and decay, see lr_factor."""
 
     decay: Literal["cosine", "linear", "wsd", "constant"]
     warmup: Annotated[int, Ge(0), Le(10**12)]
@@ -19,14 +19,14 @@ class ScheduleConfig:
     final: Annotated[float, Ge(0), Le(1)]
 
     def check_steps(self, steps: int):
-        """ValueError where a run of so many steps never gets beyond its warm-up."""
+        """ValueError if a run of this many steps would never leave its warm-up."""
         if self.warmup >= steps:
             raise ValueError(f"schedule.warmup must be below steps, got {self.warmup} and {steps}")
 
 
 @dataclass(frozen=True)
 class Every:
-    """How often, in steps, each of these is done."""
+    """The interval of each of these, in steps."""
 
     log: Count
     evaluate: Count
@@ -34,12 +34,12 @@ class Every:
     checkpoint: Count
 
 
-def rate_factor(step: int, steps: int, schedule: ScheduleConfig) -> float:
-    """What the peak rates are multiplied by in step 0 .. steps - 1.
+def lr_factor(step: int, steps: int, schedule: ScheduleConfig) -> float:
+    """The factor of the initial learning rates in step 0 .. steps - 1.
 
-    Rises in a line over `warmup` steps, from 1 / warmup at step 0 to 1, then falls to `final` at the end: along half a
-    "cosine", in a "linear" way, level and then linear over the last share `cooldown` of the run ("wsd": warm-up,
-    stable, decay; "MiniCPM", 2024), or not at all ("constant").
+    It rises linearly over `warmup` steps, from 1 / warmup at step 0 to 1, then decays to `final` at the end of the run:
+    along half a cosine ("cosine"), linearly ("linear"), constant and then linearly over the last fraction `cooldown`
+    ("wsd": warm-up, stable, decay; "MiniCPM", 2024), or not at all ("constant").
     """
     warmup, cooldown, final = schedule.warmup, schedule.cooldown, schedule.final
     if step < warmup:
@@ -55,10 +55,10 @@ def rate_factor(step: int, steps: int, schedule: ScheduleConfig) -> float:
 
 
 def row_length(step: int, steps: int, seq_len: int, warmup: float) -> int:
-    """Tokens that a row has in step 0 .. steps - 1.
+    """The row length in step 0 .. steps - 1, in tokens: sequence-length warm-up.
 
-    In the first half of the share `warmup` of a run a quarter of seq_len, in the second half a half, then seq_len: what
-    is near is learned first, by shorter rows, which cost attention less ("The Stability-Efficiency Dilemma", 2022).
+    A quarter of seq_len in the first half of the fraction `warmup` of a run, half of seq_len in its second half, then
+    seq_len. Short rows teach what is near first, and cost attention less ("The Stability-Efficiency Dilemma", 2022).
     """
     if step < warmup / 2 * steps:
         return seq_len // 4
@@ -66,14 +66,14 @@ def row_length(step: int, steps: int, seq_len: int, warmup: float) -> int:
 
 
 def row_lengths(start: int, end: int, steps: int, seq_len: int, warmup: float) -> list[int]:
-    """Those that rows have in the steps start .. end - 1, in ascending order."""
+    """The row lengths that occur in steps start .. end - 1, in ascending order."""
     changes = (start, math.ceil(warmup / 2 * steps), math.ceil(warmup * steps))
     return sorted({row_length(step, steps, seq_len, warmup) for step in changes if start <= step < end})
 
 
 @dataclass
 class Due:
-    """What is to be done after a step."""
+    """What is due after a step."""
 
     log: bool
     evaluate: bool
@@ -82,7 +82,7 @@ class Due:
 
     @classmethod
     def after(cls, step: int, every: Every, last: int, end: int) -> "Due":
-        """All is due after the last step of a run; a checkpoint where it ends before."""
+        """Everything is due after the last step of a run; a checkpoint also where this start of it ends."""
         log, evaluate, sample, checkpoint = (
             step % n == 0 or step == last for n in (every.log, every.evaluate, every.sample, every.checkpoint)
         )

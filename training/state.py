@@ -1,4 +1,4 @@
-"""Everything with memory: what a checkpoint holds, and what going back restores."""
+"""The training state: what a checkpoint holds, and what resuming and rolling back restore."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -16,7 +16,7 @@ from training.optimizer import OptimizerConfig, build_optimizer
 
 
 class Generators:
-    """The random states that training draws from, of this rank; their state is global, as torch has it."""
+    """This rank's random number generators; torch keeps their state globally."""
 
     def state(self) -> dict:
         cuda = [torch.cuda.get_rng_state()] if torch.cuda.is_available() else []
@@ -30,9 +30,10 @@ class Generators:
 
 @dataclass
 class TrainState:
-    """Where a run stands after `step` steps: every field is in a checkpoint, and nothing else has memory.
+    """All state of a run after `step` steps. Every field is saved in a checkpoint; nothing else carries over.
 
-    What `gate` knows, the last losses, is in the checkpoint as a part of `guard`.
+    The gate's state, the last losses, lives on the device; it is saved as `guard.losses`, which is current only in what
+    `memory` returns.
     """
 
     step: int
@@ -48,15 +49,15 @@ class TrainState:
     def build(
         cls, engine: Engine, optimizer_config: OptimizerConfig, guard_config: GuardConfig, seed: int, step: int
     ) -> "TrainState":
-        """Before anything is remembered. After FSDP, which changes the model's parameters."""
+        """The state of a new run. To be called after FSDP has replaced the model's parameters."""
         optimizer = build_optimizer(engine.model, optimizer_config, engine.choices.precision)
         scaler = torch.amp.GradScaler(engine.device.type, enabled=engine.choices.precision == "fp16")
-        if distributed.rank() > 0:  # other random numbers for dropout than rank 0's
+        if distributed.rank() > 0:  # dropout must not draw the same numbers on each rank
             torch.manual_seed(seed + 1_000_003 * (distributed.rank() + distributed.size() * step))
         return cls(step, engine.model, optimizer, scaler, Guard(), gate=Gate(engine.device, guard_config))
 
     def memory(self) -> dict[str, Any]:
-        """All but the step and the weights, whole and on the CPU, as training.pt has it. Called by all ranks alike."""
+        """Everything but the step and the weights, gathered on the CPU, for training.pt. A collective."""
         self.guard.losses = self.gate.losses()
         return {
             "optimizer": distributed.gather_full(self.optimizer.state_dict()),
@@ -67,7 +68,7 @@ class TrainState:
         }
 
     def load(self, folder: Path):
-        """What a checkpoint has, saved by any number of ranks: to resume, and to go back to it."""
+        """Loads a checkpoint that any number of ranks saved, to resume it or to roll back to it."""
         saved, mismatch = checkpoint.load_training(folder), f"{folder} holds another model"
         checkpoint.check_sizes(checkpoint.sizes(folder / "model.safetensors"), self.model, mismatch)
         distributed.load_weights(self.model, checkpoint.read_weights(folder))
@@ -75,10 +76,10 @@ class TrainState:
             distributed.load_optimizer(self.optimizer, saved["optimizer"])
             if saved["scaler"]:
                 self.scaler.load_state_dict(saved["scaler"])
-            if distributed.rank() < len(saved["rng"]):  # else there were fewer ranks
+            if distributed.rank() < len(saved["rng"]):  # else it was saved by fewer ranks
                 self.rng.load(saved["rng"][distributed.rank()])
             self.samples, self.guard = list(saved["samples"]), Guard(**saved["guard"])
             self.gate.open(self.guard.losses)
-        except (RuntimeError, TypeError, LookupError) as error:  # what torch says to another machine's or version's
+        except (RuntimeError, TypeError, LookupError) as error:  # raised by torch, for another machine or version
             raise ValueError(f"{folder}/training.pt does not fit this program: {error!r}") from error
         self.step = checkpoint.read_about(folder)["step"]

@@ -1,4 +1,4 @@
-"""One step of training: gradients, a judgement, the update. It does not wait for the device; `look` does."""
+"""A training step: gradients, the gate's verdict, the update. It does not wait for the device; `look` does."""
 
 import math
 from dataclasses import dataclass
@@ -16,26 +16,26 @@ from training.state import TrainState
 
 @dataclass
 class Step:
-    """A step that may still be at work on the device."""
+    """A step that the device may still be computing."""
 
     number: int
     rng: dict  # random states before it
-    numbers: Tensor | None  # (4,): loss, grad_norm, verdict, update ratio; None where its batch was passed over
+    numbers: Tensor | None  # (4,): loss, grad_norm, verdict, update ratio; None if its batch was skipped
 
 
 @dataclass
 class Outcome:
-    """What became of a step. `held`: nothing has changed since it began, and something has to be decided."""
+    """The outcome of a step. `held`: nothing has changed since before it, and the host has to decide what to do."""
 
     number: int
-    loss: float | None = None  # None where no weight changed
+    loss: float | None = None  # None if no weight changed
     grad_norm: float | None = None
     update_ratio: float | None = None
     verdict: int | None = None
     held: bool = False
 
     def figures(self) -> dict[str, float]:
-        """For a row of metrics.jsonl: none of a step without an update; the update ratio where it was measured."""
+        """The metrics for a row: none without an update; the update ratio if it was measured."""
         values = {"loss": self.loss, "grad_norm": self.grad_norm, "update_ratio": self.update_ratio}
         return {name: value for name, value in values.items() if value is not None}
 
@@ -50,9 +50,9 @@ def train_step(
     row_length: int,
     measure: bool = False,
 ) -> Step:
-    """The update by one batch with `count` targets on all ranks, unless its numbers keep the gate shut.
+    """Makes the update of one batch, with `count` targets on all ranks, unless the gate is shut.
 
-    `factor` is what the peak rates are multiplied by; `measure`: the update ratio too. `state.step` stays.
+    `factor` multiplies the initial learning rates. `measure`: measure the update ratio too. `state.step` stays.
     """
     rng = state.rng.state()
     if state.step in state.guard.skip or count == 0:
@@ -84,17 +84,18 @@ def update(
     gate: Gate | None = None,
     measure: bool = False,
 ) -> Tensor:
-    """Changes the weights by gradients that are scaled down to the norm `clip` where theirs is larger.
+    """Clips the gradients to the norm `clip` and updates the weights; changes nothing while the gate is shut.
 
-    Each group's rate is its peak times `factor`. Where the gate is shut, nothing changes; the optimizer hears of it as
-    of an overflow in fp16, by a tensor that only the device reads. -> With `measure`, the size of the change against
-    that of the weights, both as norms: 1e-3 or so in a healthy run; else NaN.
+    Each group's learning rate is its initial_lr times `factor`. Returns the update ratio with `measure`, else NaN: the
+    norm of the change over the norm of the weights, about 1e-3 in a healthy run.
     """
     weights = [p.detach() for group in optimizer.param_groups for p in group["params"]]
     before = [w.clone() for w in weights] if measure else None
     for group in optimizer.param_groups:
         group["lr"] = group["initial_lr"] * factor
         nn.utils.clip_grads_with_norm_(group["params"], clip, norm)
+    # fused AdamW and Muon read these attributes, as GradScaler sets them: where found_inf is 1, step() changes nothing,
+    # and the host need not know
     optimizer.grad_scale, optimizer.found_inf = None, None if gate is None else gate.shut
     optimizer.step()
     if scaler.is_enabled():
@@ -110,9 +111,9 @@ def update(
 
 
 def look(state: TrainState, steps: list[Step]) -> Outcome:
-    """Waits for the device, and takes note of what became of some steps in a row -> the outcome of the last.
+    """Waits for the device, records what became of these consecutive steps, and returns the outcome of the last.
 
-    Or of the first that is held, if there is one: then the state is as it was before that step.
+    If one was held, returns the outcome of the first held one, and the state is as it was before that step.
     """
     measured = [step.numbers for step in steps if step.numbers is not None]
     numbers = iter(torch.stack(measured).tolist() if measured else [])

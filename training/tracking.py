@@ -1,4 +1,4 @@
-"""W&B: the mirror of metrics.jsonl. Nothing that it does holds a step up or ends a run."""
+"""W&B, a mirror of metrics.jsonl. It never delays a step or ends a run."""
 
 import netrc
 import os
@@ -22,7 +22,7 @@ Seconds = Annotated[float, Gt(0), Le(1e6)]
 
 @dataclass(frozen=True)
 class TrackingConfig:
-    """W&B's, see `start`. artifacts: checkpoints go there, too."""
+    """The settings of W&B, see `start`. artifacts: upload checkpoints too."""
 
     mode: Literal["auto", "online", "offline", "disabled"]
     project: Name | None
@@ -37,9 +37,9 @@ BYTES_PER_ROW = 100  # no row takes less in W&B's own file
 
 
 class Mirror:
-    """A W&B run and the thread that talks to it: W&B asks its server before it takes a table or an artifact.
+    """A W&B run and the thread that talks to it, since W&B waits for its server before it accepts tables or artifacts.
 
-    What goes wrong there is said once, for metrics.jsonl has every row.
+    Only the first error is reported: metrics.jsonl has every row.
     """
 
     def __init__(self, run, finish_timeout: float, warn: Callable[[str], None]):
@@ -52,7 +52,7 @@ class Mirror:
         self.thread.start()
 
     def do(self, task: Callable):
-        """task(run) soon, after those before it."""
+        """Queues task(run)."""
         if not self.run.disabled:
             self.tasks.put(task)
 
@@ -60,7 +60,7 @@ class Mirror:
         while (task := self.tasks.get()) is not None:
             try:
                 task(self.run)
-            except Exception as error:  # whatever it is, training has nothing to do with it
+            except Exception as error:  # of any type: it must not end training
                 self.fail(error)
 
     def fail(self, error: Exception):
@@ -73,7 +73,7 @@ class Mirror:
 
 
 def has_key() -> bool:
-    """Whether there is a key for the server that wandb would talk to: WANDB_API_KEY or a line in netrc."""
+    """Whether there is a key for wandb's server: WANDB_API_KEY or an entry in netrc."""
     if os.environ.get("WANDB_API_KEY"):
         return True
     import wandb
@@ -81,7 +81,7 @@ def has_key() -> bool:
     host = urlparse(wandb.setup().settings.base_url).hostname
     try:
         return netrc.netrc(os.environ.get("NETRC")).authenticators(host) is not None
-    except (OSError, UnicodeDecodeError, netrc.NetrcParseError):  # none, a folder, another kind of file
+    except (OSError, UnicodeDecodeError, netrc.NetrcParseError):  # no file, a folder, or not a netrc file
         return False
 
 
@@ -90,9 +90,9 @@ MODES = {"dryrun": "offline", "run": "online", "shared": "online"}  # W&B's othe
 
 
 def asked_mode(mode: str, project: str | None = None) -> str:
-    """What tracking.mode and the environment ask for, "auto" and all; WANDB_DISABLED and WANDB_MODE win.
+    """The requested mode, which may be "auto"; WANDB_DISABLED and WANDB_MODE override tracking.mode.
 
-    ValueError for a mode that is none, or a project that W&B would not take.
+    ValueError for an unknown mode, or a project name that W&B would refuse.
     """
     if project is not None and (not project or len(project) > 128 or set(project) & set("/\\#?%:")):
         raise ValueError(f"tracking.project: W&B says a name has 1 to 128 letters, none of /\\#?%:, got {project!r}")
@@ -106,15 +106,15 @@ def asked_mode(mode: str, project: str | None = None) -> str:
 
 
 def clean_environment(warn: Callable[[str], None]):
-    """Takes out of the environment, by name, each variable that W&B would refuse to begin with."""
+    """Removes from the environment each variable with which W&B would refuse to start, and names it."""
     import wandb
 
     for name, value in [*os.environ.items()]:
         if name.startswith("WANDB_"):
             try:
                 wandb.Settings().update_from_env_vars({name: value})
-            except Exception as error:  # of W&B and of pydantic, of several kinds
-                warn(f"W&B does not take {name}={value}, it is not heeded: {' '.join(str(error).split())}")
+            except Exception as error:  # W&B's and pydantic's, of several types
+                warn(f"W&B does not accept {name}={value}, which is ignored: {' '.join(str(error).split())}")
                 del os.environ[name]
 
 
@@ -131,12 +131,12 @@ def start(
     group: str | None = None,
     name: str | None = None,
 ) -> Mirror:
-    """A W&B run that writes into `folder`; run_id continues an earlier one, `group` holds the runs of a sweep together.
+    """Starts a W&B run that writes into `folder`. run_id continues an earlier run, `group` is the sweep's name.
 
-    "auto" is online with a key and offline without. The environment's WANDB_MODE and WANDB_DISABLED win, and WANDB_DIR
-    and WANDB_RUN_GROUP; a project or a name that is None is WANDB_PROJECT and WANDB_NAME, else "inkling" and the
-    folder's. Where W&B cannot begin, "online" is an error; else the run is tracked offline, or in metrics.jsonl only,
-    and says so. None, of a rank that is not the first, tracks nothing.
+    "auto" is online with a key and offline without. The variables WANDB_MODE, WANDB_DISABLED, WANDB_DIR and
+    WANDB_RUN_GROUP override the settings; a project or name that is None is taken from WANDB_PROJECT and WANDB_NAME,
+    else it is "inkling" and the folder's name. If W&B cannot start, "online" is an error; otherwise the run is tracked
+    offline, or in metrics.jsonl only, with a warning. mode None, on ranks other than 0, tracks nothing.
     """
     import wandb
 
@@ -155,7 +155,7 @@ def start(
         "dir": place,
         "config": config,
         "id": run_id,
-        "reinit": "finish_previous",  # of a job before this one that ended with an error
+        "reinit": "finish_previous",  # left by an earlier job of a sweep that failed
     }
 
     def init(mode: Any):
@@ -172,12 +172,12 @@ def start(
         except Exception as error:
             reason = " ".join(str(error).split())
             if mode == attempt == "online":
-                raise ValueError(f"W&B says: {reason} (tracking.mode=disabled does without)") from error
+                raise ValueError(f"W&B says: {reason} (tracking.mode=disabled trains without W&B)") from error
             warn(f"W&B says: {reason}; tracking " + ("offline" if attempt == "online" else "in metrics.jsonl only"))
             for folder_of_none in set(place.glob("wandb/run-*")) - before:
                 shutil.rmtree(folder_of_none, ignore_errors=True)
-    if run is None:  # nothing in the environment has a bearing on it
-        if asked != "disabled":  # what failed to begin; a forked process has its parent's, and must leave it alone
+    if run is None:  # a disabled run, whatever the environment says
+        if asked != "disabled":  # stops what failed to start; never the service of a parent process
             wandb.teardown()
         theirs = {variable: os.environ.pop(variable) for variable in [*os.environ] if variable.startswith("WANDB_")}
         run = wandb.init(mode="disabled", settings=wandb.Settings(silent=True))
@@ -196,9 +196,9 @@ def start(
 
 
 def rows_before(place: Path, run_id: str) -> int:
-    """A number that the rows of the pieces so far do not reach, in which resuming has cut a run.
+    """An upper bound for the number of rows in a run's files so far, one file for each time it was resumed.
 
-    An offline piece counts its rows from 0, and a server may take rows of equal numbers for one.
+    Each offline file counts its rows from 0, and a server may merge rows with equal numbers.
     """
     return sum(path.stat().st_size for path in place.glob(f"wandb/*run-*-{run_id}/*.wandb")) // BYTES_PER_ROW
 
@@ -208,11 +208,11 @@ def _begin(run, folder: Path, first: int):
         if (folder / name).exists():
             shutil.copy(folder / name, run.dir)
             run.save(Path(run.dir) / name, base_path=run.dir, policy="now")
-    run.log({}, step=max(first, run.step), commit=False)  # the first row's number; wandb imports what logging needs
+    run.log({}, step=max(first, run.step), commit=False)  # sets the first row's number, and imports what logging needs
 
 
 def log(mirror: Mirror, row: dict):
-    """A row of metrics.jsonl, on our own step axis (wandb's own would drop rows after a resume)."""
+    """Logs a row of metrics.jsonl, on a step axis of our own (wandb's would drop rows after a resume)."""
     values = {name: value for name, value in row.items() if name not in ("step", "clock")}
     values = {STEP: row["step"], **values, **{f"clock/{k}": v for k, v in row.get("clock", {}).items()}}
     mirror.do(lambda run: run.log(values))
@@ -227,7 +227,7 @@ def _log_best(mirror: Mirror, row: dict):
 
 
 def log_samples(mirror: Mirror, samples: list[dict]):
-    """All samples so far, as one table."""
+    """Logs all samples so far, as one table."""
     rows = [[sample["step"], sample["prompt"], sample["text"]] for sample in samples]
 
     def task(run):
@@ -239,7 +239,7 @@ def log_samples(mirror: Mirror, samples: list[dict]):
 
 
 def log_checkpoint(mirror: Mirror, step: int, folder: Path, val_loss: float | None, saved: Future):
-    """A step folder as an artifact, once it is saved: the latest, and the best where no loss before was as low."""
+    """Uploads a step folder as an artifact, once it is saved: "latest", and "best" if its validation loss is lowest."""
     aliases = ["latest", f"step-{step}"]
     if val_loss is not None and val_loss <= mirror.lowest:
         aliases.append("best")
@@ -247,7 +247,7 @@ def log_checkpoint(mirror: Mirror, step: int, folder: Path, val_loss: float | No
     def task(run):
         import wandb
 
-        if saved.exception() is not None or not folder.exists():  # which is said elsewhere
+        if saved.exception() is not None or not folder.exists():  # BackgroundSaver reports it
             return
         artifact = wandb.Artifact(f"model-{run.id}", type="model", metadata={"step": step})
         artifact.add_dir(str(folder))
@@ -257,7 +257,7 @@ def log_checkpoint(mirror: Mirror, step: int, folder: Path, val_loss: float | No
 
 
 def finish(mirror: Mirror):
-    """Ends the W&B run. A server that takes longer than finish_timeout is not waited for."""
+    """Ends the W&B run; waits for its server for finish_timeout seconds at most."""
     mirror.tasks.put(None)
     mirror.thread.join(mirror.finish_timeout)
     try:
@@ -267,7 +267,7 @@ def finish(mirror: Mirror):
 
 
 def where(mirror: Mirror, pieces: bool = False) -> str:
-    """Where to see a run: its address or, offline, the command that uploads it with all pieces that resuming made."""
+    """Where to see a run: its URL or, if offline, the command that uploads all of its files."""
     run = mirror.run
     if run.disabled:
         return "metrics.jsonl only"

@@ -22,7 +22,7 @@ from model.norm import NORMS
 from model.positions import SCALINGS, SCHEMES
 from training import checkpoint
 from training.optimizer import build_optimizer
-from training.schedule import rate_factor
+from training.schedule import lr_factor
 
 CONF = REPOSITORY / "conf"
 
@@ -60,7 +60,7 @@ def test_every_yaml_composes_and_builds(settings, override):
     model = GPT(300, cfg.model)
     build_optimizer(model, cfg.optimizer)
     for step in range(0, cfg.steps, 7):
-        assert rate_factor(step, cfg.steps, cfg.schedule) > 0
+        assert lr_factor(step, cfg.steps, cfg.schedule) > 0
     tokens = torch.randint(300, (1, 32))
     loss, count = model(tokens, targets=tokens)
     assert torch.isfinite(loss) and count == 32

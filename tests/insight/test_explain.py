@@ -243,5 +243,5 @@ def test_a_model_with_a_number_that_is_none_is_not_explained(run, folder, method
     about = json.loads((folder / "model.json").read_text())
     del about["format"]
     checkpoint.save(folder, weights, CharacterTokenizer("_abcdefg").save, about)
-    with pytest.raises(ValueError, match=r"embedding\.weight holds numbers that are not finite: did its training"):
+    with pytest.raises(ValueError, match=r"embedding\.weight holds numbers that are not finite: did the training"):
         run(f"method={method}")

@@ -300,7 +300,7 @@ def cut(file):
         (lambda folder: (folder / "config.json").write_text(""), "config.json is empty"),
         (lambda folder: (folder / "generation_config.json").write_text("5"), "generation_config.json is damaged: it"),
         (edit("config.json", hidden_size=60000, head_dim=None), "hidden_size is 60000|d_model is 60000"),
-        (edit("config.json", num_hidden_layers=10**9), "n_layers is 1000000000, the weights are too few"),
+        (edit("config.json", num_hidden_layers=10**9), "n_layers is 1000000000, but the weights allow at most"),
         (edit("config.json", num_hidden_layers=1), r"blocks\.1\..* is .*, the model has none"),
         (edit("config.json", intermediate_size=10**18), "does not hold what its config.json says"),
         (edit("config.json", max_position_embeddings=10**14), r"needs [\d,.]+ GiB of memory, this machine has"),

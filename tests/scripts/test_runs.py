@@ -75,8 +75,8 @@ def test_the_list_names_the_best_checkpoint_where_the_last_is_another_and_says_h
     best = "is step 1, validation loss 2.0000; the last"
     assert f"checkpoint=runs/over:best {best}, 3.0000, is clearly worse\n" in said
     assert f"checkpoint=runs/level:best {best}, 2.0010, is not much worse\n" in said
-    assert f"checkpoint=runs/unknown:best {best} is not measured\n" in said
-    assert "runs/down:best is step 2, validation loss 2.0000; the last is not measured\n" in said
+    assert f"checkpoint=runs/unknown:best {best} was not evaluated\n" in said
+    assert "runs/down:best is step 2, validation loss 2.0000; the last was not evaluated\n" in said
 
 
 def test_a_run_that_ran_out_of_patience_has_ended(make):

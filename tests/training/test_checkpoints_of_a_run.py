@@ -49,13 +49,13 @@ def test_without_a_lower_validation_loss_the_run_ends_and_its_best_is_saved_also
     assert run.code == 0 and rows(folder)[-1]["step"] == 5
     assert [path.name[-1] for path in checkpoint.steps(folder)] == ["5", "3"]
     said = capsys.readouterr().out
-    assert "patience    ended after step 5: 2 evaluations without a lower validation loss" in said or stop == 5
-    assert "best        checkpoint=" in said and ":best is step 3, validation loss 3.0000; the last is not" in said
+    assert "patience    stopped after step 5: 2 evaluations without a lower validation loss" in said or stop == 5
+    assert "best        checkpoint=" in said and ":best is step 3, validation loss 3.0000; the last was not" in said
     before = (folder / "metrics.jsonl").read_bytes()
     run("one", *PATIENT, "resume=auto")
     assert run.code == 0 and (folder / "metrics.jsonl").read_bytes() == before
-    assert "5 steps are done, and patience=2 has ended; give more" in capsys.readouterr().out
-    with pytest.raises(ValueError, match="patience=2 has ended; give more"):
+    assert "patience=2 ended the run after 5 steps; increase it" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="patience=2 ended the run after 5 steps"):
         run("fork", *PATIENT, f"resume={folder}")
     assert rows(run("fork", *PATIENT, f"resume={folder}:best", "stop_after=4"))[-1]["step"] == 4
 
@@ -82,7 +82,7 @@ def test_the_lowest_validation_loss_is_named_also_where_it_was_not_saved(run, mo
     run("one", "every.evaluate=2", "every.checkpoint=4")
     said = capsys.readouterr().out
     assert "runs/one:best is step 4, validation loss 4.0000; the last, 6.0000, is clearly worse" in said
-    assert "lowest      1.0000 after step 2, of which no checkpoint is left" in said
+    assert "lowest      validation loss 1.0000 after step 2, which has no checkpoint" in said
 
 
 def test_a_folder_has_one_run_at_a_time(run):
@@ -128,6 +128,6 @@ def test_a_checkpoint_that_cannot_be_saved_does_not_end_the_run_but_its_exit_cod
     with pytest.raises(ValueError, match="1 checkpoints could not be saved"):
         run("parts", *every)
     signal.signal(signal.SIGXFSZ, before)
-    assert "step_00000004 could not be saved, training goes on: " in capfd.readouterr().out
+    assert "step_00000004 could not be saved, training continues: " in capfd.readouterr().out
     assert [path.name[-1] for path in checkpoint.steps(Path("runs/parts"))] == ["8", "6", "2"]
     assert equal(whole, Path("runs/parts"))

@@ -52,6 +52,6 @@ def test_what_cannot_be_compiled_is_written_without(monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda function, **options: broken)
     model, warnings = random_model(), []
     step = compile_step(model, 1, warnings.append)
-    assert warnings == ["torch.compile failed, going on without: RuntimeError: no compiler here"]
+    assert warnings == ["torch.compile failed, continuing without it: RuntimeError: no compiler here"]
     plain = list(generate(model, [[1]], 10))
     assert list(generate(model, [[1]], 10, step=step)) == plain

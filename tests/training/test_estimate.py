@@ -158,7 +158,7 @@ def test_the_report_answers_will_it_fit_how_long_how_much(settings):
 
 
 def what_fits(settings, room: float, *overrides: str) -> dict[str, str] | None:
-    """What the report proposes for a GPU with so many GiB to spare; None if the run fits as it is."""
+    """What the report proposes for a GPU with this many GiB free; None if the run fits as it is."""
     memory = f"device_spec.memory={room * estimate.GIB + estimate.RESERVED}"
     shape = ["model.d_model=512", "model.d_ff=1408", "model.n_layers=4", "optimizer=adamw"]
     cfg = settings("batch_tokens=8192", *shape, memory, *overrides)
@@ -254,5 +254,5 @@ def test_a_step_needs_at_least_a_part_of_what_it_needs():
         step = {**STEP, **changes}
         model = estimate.meta_model(vocab_size, ModelConfig(max_seq_len=step["seq_len"], **shape))
         weights = 4 * model.n_parameters()
-        least = estimate.least(model, step["rows"], step["micro_batch"], step["seq_len"])
+        least = estimate.min_step_memory(model, step["rows"], step["micro_batch"], step["seq_len"])
         assert 0 < least < foretold(vocab_size, shape, step, gpu=False) - weights

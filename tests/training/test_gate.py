@@ -35,7 +35,7 @@ def test_after_a_number_that_is_not_finite_nothing_passes_until_it_is_opened(los
     gate = a_gate(sigmas=3.0, window=2)
     assert [judge(gate, 1.0), judge(gate, loss, norm)] == [FINE, NOT_FINITE]
     assert gate.shut == 1 and judge(gate, 2.0) == HELD and gate.shut == 1
-    gate.forget()
+    gate.forget_losses()
     assert gate.losses() == [1.0]
     gate.open(gate.losses())
     assert judge(gate, 2.0) == FINE and gate.shut == 0 and gate.losses() == [1.0, 2.0]

@@ -67,7 +67,7 @@ def test_the_first_gradient_that_is_not_finite_is_named(small):
 
 def test_what_does_not_happen_again_is_said_to(small):
     found = nonfinite.find_origin(small().float(), pieces(2), PLAIN, Generators().state())
-    assert nonfinite.describe(found) == "it did not happen again when the step was repeated"
+    assert nonfinite.describe(found) == "could not be reproduced by replaying the step"
 
 
 def out_of_memory_above(model, rows: int):
@@ -99,7 +99,7 @@ def test_running_out_of_memory_says_what_would_fit(small):
     model = out_of_memory_above(small(), 3)
     batch = {"tokens": torch.randint(17, (8, 6)), "targets": torch.randint(17, (8, 6))}
     with (
-        pytest.raises(ValueError, match="not enough for micro_batch 8: micro_batch=2 would fit"),
+        pytest.raises(ValueError, match="micro_batch 8 does not fit into the GPU's memory: micro_batch=2 would fit"),
         auto.explain_oom(model, batch, 8, PLAIN),
     ):
         model(**batch)

@@ -60,7 +60,7 @@ def test_a_resumed_run_says_what_has_changed_and_follows_it(run, capsys):
     folder = run("one", "stop_after=4")
     run("one", "resume=auto", "optimizer.weight_decay=0.3", "optimizer.betas=[0.8,0.9]")
     said = capsys.readouterr().out
-    assert "a setting has changed: optimizer.weight_decay was 0.0, is 0.3" in said
+    assert "changed setting: optimizer.weight_decay was 0.0, is now 0.3" in said
     group = final(folder)[1]["optimizer"]["param_groups"][0]
     assert group["weight_decay"] == 0.3 and list(group["betas"]) == [0.8, 0.9]
 
@@ -200,9 +200,9 @@ def test_a_finished_run_has_nothing_left_to_do(run, capsys):
     first = run("first")
     before = (first / "metrics.jsonl").read_bytes()
     run("first", "resume=auto")
-    assert "8 steps are done, the run ends at 8; give more steps" in capsys.readouterr().out
+    assert "8 steps are done, the run ends at 8; increase steps" in capsys.readouterr().out
     assert run.code == 0 and (first / "metrics.jsonl").read_bytes() == before
-    with pytest.raises(ValueError, match="8 steps are done, the run ends at 8; give more steps"):
+    with pytest.raises(ValueError, match="8 steps are done, the run ends at 8; increase steps"):
         run("fork", f"resume={first}")
 
 
@@ -230,7 +230,7 @@ def test_epochs_are_so_many_passes_over_the_text_and_schedule_and_resuming_follo
     assert rows(parts) == rows(epochs) and same(final(parts)[0], final(epochs)[0])
     assert final(parts)[1]["steps"] == json.loads((parts / "environment.json").read_text())["steps"] == last["step"]
     run("parts", *options, "steps=null", "epochs=1.5", "resume=auto")
-    assert f"the run ends at {last['step']}; give more steps" in capsys.readouterr().out
+    assert f"the run ends at {last['step']}; increase steps" in capsys.readouterr().out
     run("parts", *options, "steps=null", "epochs=1", "resume=auto")  # fewer than are done
     assert run.code == 0 and rows(parts) == rows(epochs)
     longer = run("parts", *options, "steps=null", "epochs=2", "resume=auto")
@@ -265,7 +265,7 @@ def test_a_run_may_begin_with_the_weights_of_another(run):
     for name, weight in final(first)[0].items():
         torch.testing.assert_close(final(tuned)[0][name], weight, rtol=0, atol=1e-6)
     assert final(tuned)[1]["optimizer"]["state"][0]["step"] == 1
-    with pytest.raises(ValueError, match="learned with another tokenizer, of 19 tokens, than this run's, of 257"):
+    with pytest.raises(ValueError, match="trained with another tokenizer, of 19 tokens, than this run's, of 257"):
         run("other", f"init_from={first}")
     these, those = f"model.d_ff={checkpoint.read_about(checkpoint.find(first))['arguments']['d_ff']}", "model.d_ff=40"
     with pytest.raises(

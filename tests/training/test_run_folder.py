@@ -106,7 +106,7 @@ def test_what_git_does_not_say_in_time_is_not_known_and_said(checkout, tmp_path,
     said = []
     environment = run_folder.record_environment(tmp_path, torch.device("cpu"), said.append)
     assert environment["commit"] == git("rev-parse", "HEAD") and environment["changed"] is None
-    assert said == ["how the code differs from its commit is not recorded: git took more than 10 s"]
+    assert said == ["changes since the commit are not recorded: git took more than 10 s"]
 
 
 def test_a_large_difference_is_not_copied_and_an_old_one_does_not_stay(checkout, tmp_path, monkeypatch):

@@ -2,12 +2,12 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from training.schedule import ScheduleConfig, rate_factor, row_length, row_lengths
+from training.schedule import ScheduleConfig, lr_factor, row_length, row_lengths
 
 
 def rates(decay: str, warmup: int = 10, final: float = 0.1) -> list[float]:
     schedule = ScheduleConfig(decay, warmup, cooldown=0.2, final=final)
-    return [2.0 * rate_factor(t, 100, schedule) for t in range(100)]
+    return [2.0 * lr_factor(t, 100, schedule) for t in range(100)]
 
 
 @pytest.mark.parametrize("decay", ["linear", "cosine", "wsd", "constant"])

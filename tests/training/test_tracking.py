@@ -166,7 +166,7 @@ def test_no_environment_ends_a_run(tmp_path, monkeypatch, mode, variable, value)
     if variable == "NETRC":
         assert not said
     else:
-        assert len(said) == 1 and said[0].startswith(f"W&B does not take {variable}={value}") and "\n" not in said[0]
+        assert len(said) == 1 and said[0].startswith(f"W&B does not accept {variable}={value}") and "\n" not in said[0]
 
 
 def test_where_wandb_cannot_write_the_run_goes_on_without(tmp_path, monkeypatch):
@@ -335,7 +335,7 @@ def test_a_key_that_the_server_refuses_sends_auto_offline_and_stops_online(serve
     assert mirror.run.offline and len(said) == 1
     assert "401" in said[0] and "tracking offline" in said[0] and "\n" not in said[0]
     tracking.finish(mirror)
-    with pytest.raises(ValueError, match=r"W&B says: .*401.* \(tracking.mode=disabled does without\)"):
+    with pytest.raises(ValueError, match=r"W&B says: .*401.* \(tracking.mode=disabled trains without W&B\)"):
         start(tmp_path / "run", mode="online")
 
 

@@ -70,6 +70,6 @@ def test_where_compiling_fails_training_goes_on_without(run, monkeypatch, capsys
     eager = run("eager", "kernels=false", "attention=fused")
     monkeypatch.setattr(torch, "compile", lambda model, dynamic: refuse)
     compiled = run("compiled", "compile=true", "attention=fused")
-    assert "torch.compile failed, going on without: RuntimeError: no compiler here\n" in capsys.readouterr().out
+    assert "torch.compile failed, continuing without it: RuntimeError: no compiler here\n" in capsys.readouterr().out
     assert same(final(eager)[0], final(compiled)[0])
     assert final(compiled)[1]["choices"]["compile"] is False
