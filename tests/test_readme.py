@@ -13,7 +13,7 @@ from torch.distributed.run import get_args_parser
 from wandb.cli.cli import cli as wandb_cli
 
 from conf.entry import REPOSITORY
-from conf.scripts import Lessons, Prepare
+from conf.scripts import Benchmark, Lessons, Prepare
 from model import feed_forward
 
 PAGES = {
@@ -189,6 +189,13 @@ def test_settings_in_the_text_compose(settings):
     for span in spans:
         words = shlex.split(span)
         settings(*words, *TEXT[:2] * any(word.startswith("data.paths=") for word in words))
+
+
+def test_the_benchmarks_in_the_text_compose(settings):
+    spans = [shlex.split(span) for span in INLINE if span.startswith("python -m scripts.benchmark ")]
+    assert {words[3] for words in spans} == {"train", "length", "learn", "generate", "data"}
+    for words in spans:
+        settings(*words[4:], config="benchmark", kind=Benchmark)
 
 
 @pytest.mark.slow
