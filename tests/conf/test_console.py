@@ -143,11 +143,15 @@ finally:
 
 
 @pytest.mark.parametrize("number", console.ENDING)
-@pytest.mark.parametrize("words", [[TRAIN], ["-m", "scripts.generate"]], ids=["train", "generate"])
+@pytest.mark.parametrize(
+    "words", [[TRAIN], ["-m", "scripts.generate"], ["bin/inkling", "train"]], ids=["train", "generate", "inkling"]
+)
 def test_a_signal_while_modules_are_imported_ends_a_command_quietly(tmp_path, words, number):
     """torch, which a command imports next, is played by a module that sends the signal."""
     (tmp_path / "torch.py").write_text(f"import os\nos.kill(os.getpid(), {int(number)})\n")
     path = os.pathsep.join([str(tmp_path), str(REPOSITORY)])
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/inkling").write_text("from scripts.main import main\nmain()\n")  # as an installer writes it
     (tmp_path / "numpy.py").write_text((tmp_path / "torch.py").read_text())
     environment = os.environ | {"PYTHONPATH": path}
     result = subprocess.run([sys.executable, *words], env=environment, capture_output=True, text=True, cwd=tmp_path)
