@@ -23,6 +23,7 @@ def readable(argument: str, schema: type, several: bool) -> str:
     A text is what stands there, also where Hydra's grammar would take it for a number, a list or several values; and so
     is any other value that the grammar refuses. ValueError, with the setting as it can be pasted into a shell, for what
     has parts: a list, or in `several` runs the values of each. What is no setting, an option say, stays as it is.
+    A list of plain words or numbers needs no brackets: runs=runs/A,runs/B is runs=[runs/A,runs/B].
     """
     name, equals, value = argument.partition("=")
     if not equals or argument.startswith("-"):

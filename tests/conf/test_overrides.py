@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from conf.overrides import IF_ONE, MOST_ITEMS, readable
 from conf.schema import Train
-from conf.scripts import Evaluate, Generate
+from conf.scripts import Benchmark, Evaluate, Generate, Runs
 
 STRANGE = [
     "ü.txt",
@@ -123,3 +123,20 @@ def test_what_hydra_reads_stays_as_it_is(argument):
 def test_values_of_several_runs_stay_several():
     assert readable("name=a,b", Train, several=True) == "name=a,b"
     assert readable("checkpoint=a,b", Evaluate, several=False) == 'checkpoint="a,b"'
+
+
+@pytest.mark.parametrize(
+    ("given", "read"),
+    [
+        ("runs=runs/A,runs/20261201-122516-b-00", "runs=[runs/A,runs/20261201-122516-b-00]"),
+        ("runs=runs/A", "runs=[runs/A]"),
+        ("seeds=1,2", "seeds=[1,2]"),
+        ("runs=[runs/A,runs/B]", "runs=[runs/A,runs/B]"),
+        ("runs=null", "runs=null"),
+        ("rounds=1,2", "rounds=1,2"),
+        ("overrides=[model.n_layers=6,optimizer.lr=1e-3]", 'overrides=["model.n_layers=6","optimizer.lr=1e-3"]'),
+    ],
+)
+def test_a_list_needs_no_brackets_and_settings_in_it_no_quotes(given, read):
+    schema = Runs if given.startswith("runs") else Benchmark
+    assert readable(given, schema, several=False) == read
