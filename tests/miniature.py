@@ -1,4 +1,4 @@
-"""Runs that take no time, for tests: see the fixture `run`."""
+"""Runs in miniature, for tests: see the fixture `run`."""
 
 import json
 from dataclasses import fields
@@ -31,7 +31,7 @@ REMEMBERED = ["choices", *(one.name for one in fields(TrainState) if one.name no
 
 
 def rows(run: Path) -> list[dict]:
-    """metrics.jsonl without what a clock decides."""
+    """The rows of metrics.jsonl without the values that depend on the clock."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [{name: value for name, value in line.items() if name != "clock"} for line in lines]
 
@@ -53,9 +53,9 @@ def same(a, b) -> bool:
 
 
 def at_step(monkeypatch, step: int, do, times: int = 1):
-    """Calls do(model, total) behind the gradients of the `step`-th step from now, and so many in all.
+    """Calls do(model, total) after the gradients of `times` steps, the first of them the `step`-th from now.
 
-    What it returns is taken for the loss.
+    Its return value replaces the total loss.
     """
     real, calls = one_step.compute_gradients, []
 
@@ -68,7 +68,7 @@ def at_step(monkeypatch, step: int, do, times: int = 1):
 
 
 def equal(whole: Path, parts: Path) -> bool:
-    """Bit for bit, in rows, weights and everything with memory."""
+    """Whether rows, weights and the training state are equal bit for bit."""
     (weights, state), (others, other_state) = final(whole), final(parts)
     same_memory = all(same(state[name], other_state[name]) for name in REMEMBERED)
     return rows(whole) == rows(parts) and same(weights, others) and same_memory

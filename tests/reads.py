@@ -1,4 +1,4 @@
-"""Finds where a host would wait for its device, on a machine that has none."""
+"""Finds where the host would wait for its device, on a machine without a GPU."""
 
 from collections.abc import Callable
 
@@ -8,7 +8,7 @@ READS = ("_local_scalar_dense", "is_nonzero", "nonzero", "equal", "masked_select
 
 
 class Reads(TorchDispatchMode):
-    """Notes the operations for whose result a host would wait that has its numbers on a GPU."""
+    """Records the operations whose result the host would wait for if the tensors were on a GPU."""
 
     def __init__(self):
         super().__init__()
@@ -25,7 +25,7 @@ class Reads(TorchDispatchMode):
 
 
 def noting(train_step: Callable, found: list[list[str]]) -> Callable:
-    """The same, which adds to `found` what each step reads."""
+    """Wraps `train_step`: appends to `found` the names of what each step reads."""
 
     def watched(*arguments):
         with Reads() as reads:

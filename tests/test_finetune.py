@@ -1,4 +1,4 @@
-"""A trained model, of ours or of others, learns to answer: whole runs, in miniature."""
+"""Fine-tuning: a trained model, our own or an imported one, learns to answer. Complete runs in miniature."""
 
 import json
 
@@ -23,7 +23,7 @@ def write_chat(name: str = "chat.jsonl", prompt: str = "say it"):
 
 @pytest.fixture
 def base(settings, tmp_path):
-    """A run of a model with settings of its own."""
+    """A finished run of a model that differs from the default."""
     (tmp_path / "words.txt").write_text("".join(f"{i} times {i} is {i * i}.\n" for i in range(50)))
     own = ["model.norm=layernorm", "model.n_kv_heads=1", "model.tied=true", "model.d_model=16"]
     own += ["data.paths=[words.txt]", "data.validation=[]", "steps=2", "batch_tokens=64"]
@@ -40,7 +40,7 @@ def finetune(settings, tmp_path, name: str, *overrides: str):
     return cfg, [row["val_loss"] for row in rows if "val_loss" in row]
 
 
-def test_finetuning_takes_the_model_and_the_tokenizer_of_a_run_and_learns_to_answer(settings, tmp_path, base):
+def test_finetuning_keeps_model_and_tokenizer_and_learns_to_answer(settings, tmp_path, base):
     cfg, losses = finetune(settings, tmp_path, "tuned", f"init_from={base}", "model.dropout=0.1", "steps=40")
     assert (cfg.model.d_model, cfg.model.norm, cfg.model.n_kv_heads, cfg.seq_len) == (16, "layernorm", 1, 32)
     assert cfg.model.dropout == 0.1
@@ -49,7 +49,7 @@ def test_finetuning_takes_the_model_and_the_tokenizer_of_a_run_and_learns_to_ans
     assert about["data"]["template"]["user"] == "User: {}\n" and about["data"]["messages_column"] == "messages"
 
 
-def test_special_tokens_of_ones_own_are_learned_and_known_to_a_checkpoint(settings, tmp_path):
+def test_own_special_tokens_are_learned_and_kept_in_the_checkpoint(settings, tmp_path):
     (tmp_path / "words.txt").write_text("".join(f"<|user|>{i}<|bot|>{i * i}\n" for i in range(200)))
     own = ["tokenizer=bpe", "tokenizer.vocab_size=300", "tokenizer.special=['<|end|>','<|user|>','<|bot|>']"]
     own += ["tokenizer.parse_special=true", "data.paths=[words.txt]", "data.validation=[]", "steps=2"]
@@ -72,7 +72,7 @@ def test_special_tokens_of_ones_own_are_learned_and_known_to_a_checkpoint(settin
 
 
 @pytest.mark.parametrize("packing", ["documents", "stream"])
-def test_finetuning_that_was_stopped_goes_on_bit_for_bit(settings, tmp_path, base, packing):
+def test_stopped_finetuning_resumes_bit_for_bit(settings, tmp_path, base, packing):
     given = [f"init_from={base}", "model.dropout=0.1", "steps=6", f"packing={packing}", "every.evaluate=2"]
     _, losses = finetune(settings, tmp_path, "whole", *given)
     finetune(settings, tmp_path, "halves", *given, "stop_after=3")
@@ -104,7 +104,7 @@ def test_a_llama_learns_to_answer_and_to_stop(settings, tmp_path, llama_tokenize
 
 
 def test_a_batch_without_an_answer_changes_nothing(settings, tmp_path, base):
-    """In short rows of long questions hardly any target counts."""
+    """Short rows cut from long questions hold hardly any answer."""
     write_chat(prompt="why " * 60)
     own = ["experiment=finetune", "data.paths=[chat.jsonl]", *QUIET, f"init_from={base}", "packing=stream", "steps=20"]
     cfg = settings(*own, "every.log=1", "seq_len=8", "batch_tokens=8")
@@ -141,7 +141,7 @@ def test_evaluating_conversations_counts_answers_only(settings, tmp_path, base):
     ],
     ids=lambda value: " ".join(value)[:50],
 )
-def test_what_cannot_be_finetuned_is_one_line(base, overrides, message):
+def test_what_cannot_be_finetuned_is_refused_in_one_line(base, overrides, message):
     write_chat()
     paths = [] if any(one.startswith("data.paths") for one in overrides) else ["data.paths=[chat.jsonl]"]
     result = command(train.__file__, "experiment=finetune", *paths, *QUIET, "steps=20", *overrides)

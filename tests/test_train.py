@@ -1,4 +1,4 @@
-"""Whole runs, in miniature; more of them in tests/training."""
+"""Complete runs in miniature; tests/training has more of them."""
 
 import math
 
@@ -30,6 +30,6 @@ def test_a_context_longer_than_the_corpus_is_refused_with_the_numbers(run):
         run("long", "seq_len=60000", "batch_tokens=240000")
 
 
-def test_held_out_text_may_be_shorter_than_the_context(run):
+def test_the_validation_text_may_be_shorter_than_the_context(run):
     folder = run("long", "seq_len=60", "batch_tokens=240", "data.validation_share=0.01")
     assert all(math.isfinite(row["val_loss"]) for row in rows(folder) if "val_loss" in row)

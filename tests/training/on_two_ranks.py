@@ -1,4 +1,4 @@
-"""What tests/training/test_distributed.py has two ranks do in one launch: trains, and writes down what it finds."""
+"""Run by test_distributed.py on two ranks: computes gradients, trains, and saves the results."""
 
 import json
 import os
@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 
 
 def batch() -> dict[str, torch.Tensor]:
-    """Of 8 rows with unequal numbers of targets."""
+    """A batch of 8 rows with unequal numbers of targets."""
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(17, (8, 6), generator=generator)
     targets = tokens.roll(1, 1)
@@ -30,7 +30,7 @@ def batch() -> dict[str, torch.Tensor]:
 
 
 def model(precision: str) -> GPT:
-    """In float64, or for bf16 in float32; with gains that bf16 would round."""
+    """A model in float64, or in float32 for bf16; bf16 would round its norms' weights."""
     torch.manual_seed(0)
     one = GPT(17, ModelConfig(d_model=16, n_layers=2, n_heads=2, d_ff=24, max_seq_len=8, qk_norm=True))
     for name, parameter in one.named_parameters():
@@ -40,19 +40,19 @@ def model(precision: str) -> GPT:
 
 
 def gradients(parallel: str, micro_batch: int, precision: str) -> dict:
-    """Of this rank's half of the batch; the number of exchanges, with ddp."""
+    """The gradients from this rank's half of the batch, and the number of all-reduces with ddp."""
     one, rows = model(precision), batch()
     forward = distributed.parallelize(one, one, parallel, precision)
-    exchanges = []
+    reduced = []
     if parallel == "ddp":
-        forward.register_comm_hook(None, lambda state, bucket: (exchanges.append(1), allreduce_hook(state, bucket))[1])
+        forward.register_comm_hook(None, lambda state, bucket: (reduced.append(1), allreduce_hook(state, bucket))[1])
     rank, count = distributed.rank(), (rows["targets"] != -100).sum().item()
-    mine = {name: some[4 * rank : 4 * rank + 4] for name, some in rows.items()}
+    mine = {name: tensor[4 * rank : 4 * rank + 4] for name, tensor in rows.items()}
     scaler = torch.amp.GradScaler("cpu", enabled=False)
     autocast = auto.autocast(CPU, precision)
     compute_gradients(forward, scaler, mine, micro_batch=micro_batch, count=count, autocast=autocast)
     found = {name: distributed.full_tensor(p.grad) for name, p in one.named_parameters()}
-    return {"gradients": found, "exchanges": len(exchanges)}
+    return {"gradients": found, "reduced": len(reduced)}
 
 
 def main(folder: Path, small: list[str]):
@@ -63,7 +63,7 @@ def main(folder: Path, small: list[str]):
         for micro_batch in (1, 2, 4):
             for precision in ("fp32", "bf16"):
                 found[f"{parallel} {micro_batch} {precision}"] = gradients(parallel, micro_batch, precision)
-    found["kept"] = distributed.gather_full([torch.ones(1)])
+    found["gathered"] = distributed.gather_full([torch.ones(1)])
     torch.save(found, folder / f"gradients_{rank}.pt")
 
     os.chdir(folder)
@@ -76,7 +76,7 @@ def main(folder: Path, small: list[str]):
             total = real(*arguments, **options)
             if len(steps) == 3 and name == "signal" and rank == 1:
                 os.kill(os.getpid(), signal.SIGTERM)
-            return 10 * total if len(steps) == 5 and name.startswith("back") else total
+            return 10 * total if len(steps) == 5 and name.startswith("rollback") else total
 
         step.compute_gradients = disturbed
         read = []

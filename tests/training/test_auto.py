@@ -28,18 +28,18 @@ def choose(device="cpu", **changes):
 @pytest.mark.parametrize(
     ("units", "precision"), [({}, "fp32"), ({"amx_bf16": True}, "bf16"), ({"avx512_bf16": True}, "bf16")]
 )
-def test_a_cpu_takes_bf16_only_with_units_for_it(monkeypatch, units, precision):
+def test_a_cpu_uses_bf16_only_if_it_has_bf16_units(monkeypatch, units, precision):
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: units, raising=False)
     assert choose().precision == precision
 
 
-def test_a_cpu_of_which_torch_does_not_say_takes_fp32(monkeypatch):
+def test_a_cpu_of_unknown_capabilities_uses_fp32(monkeypatch):
     monkeypatch.delattr(torch.cpu, "get_capabilities", raising=False)
     assert choose().precision == "fp32"
 
 
-def test_the_precision_decides_the_rest(monkeypatch):
-    """With a compiler: kernels on a CPU without bf16 units; on one with them compiled code, if the run is long."""
+def test_the_precision_decides_between_kernels_and_compile(monkeypatch):
+    """With a C++ compiler: kernels on a CPU without bf16 units; torch.compile on one with them, if the run is long."""
     monkeypatch.setattr(auto, "has_compiler", lambda: True)
     for units, kernels, compile in (({}, True, False), ({"amx_bf16": True}, False, True)):
         monkeypatch.setattr(torch.cpu, "get_capabilities", lambda units=units: units, raising=False)
@@ -50,7 +50,7 @@ def test_the_precision_decides_the_rest(monkeypatch):
 
 def test_short_runs_are_not_compiled(monkeypatch):
     monkeypatch.setattr(auto, "has_compiler", lambda: True)
-    assert choose(precision="fp32", flops=1e15, kernels="auto").compile is False  # what kernels do
+    assert choose(precision="fp32", flops=1e15, kernels="auto").compile is False  # kernels instead
     assert choose(flops=1e9).compile is False
     assert choose(flops=1e15).compile is True
     monkeypatch.setattr(auto, "has_compiler", lambda: False)
@@ -83,13 +83,13 @@ def test_a_device_that_cannot_compute_is_refused_in_one_short_line(device):
     assert len(str(refused.value)) < 220 and "\n" not in str(refused.value)
 
 
-def test_the_rows_at_once_divide_a_batch_of_any_size():
+def test_the_micro_batch_divides_a_batch_of_any_size():
     for n in range(1, 200):
         assert auto.divisors(n) == [i for i in range(1, n + 1) if n % i == 0]
-    assert choose(rows=10**12).micro_batch == 128  # of 128 tokens and 4,096 logits each, in 2^28 bytes
+    assert choose(rows=10**12).micro_batch == 128  # rows of 128 tokens, with 4,096 fp32 logits each, fill 2^28 bytes
 
 
-def test_what_was_asked_for_or_saved_is_kept():
+def test_what_was_given_or_saved_is_kept():
     assert choose(precision="bf16", compile=True, attention="math", micro_batch=8) == auto.Choices(
         precision="bf16", kernels=False, compile=True, attention="math", micro_batch=8
     )
@@ -98,13 +98,13 @@ def test_what_was_asked_for_or_saved_is_kept():
     assert choose(saved=saved, attention="fused").attention == "fused"
 
 
-def test_attention_is_written_out_only_where_that_is_faster():
+def test_attention_is_math_only_where_that_is_faster():
     assert choose(compile=True, precision="bf16").attention == "math"
     for changes in ({"compile": False}, {"precision": "fp32"}, {"seq_len": 1024}):
         assert choose(**{"compile": True, "precision": "bf16", **changes}).attention == "fused"
 
 
-def test_a_soft_cap_is_written_out():
+def test_a_soft_cap_needs_attention_math():
     assert choose(soft_cap=30.0).attention == "math"
 
 

@@ -14,7 +14,7 @@ from training import checkpoint, checkpoints
 
 
 def memory():
-    """What training remembers, with an optimizer that remembers nothing yet."""
+    """The content of training.pt, with an optimizer that has no state yet."""
     config = {"optimizer": {"name": "adamw"}}
     rng = [{"cpu": torch.get_rng_state(), "cuda": []}]
     return {
@@ -32,7 +32,7 @@ def save(folder, model, step, training=None, **about):
 
 @pytest.fixture
 def saved(small, tmp_path):
-    """A run folder with the checkpoints of two steps, and the model of the second."""
+    """A run folder with the checkpoints of two steps, and the model of the second one."""
 
     def save_step(step, model):
         folder = tmp_path / "run" / "checkpoints" / f"step_{step:08}"
@@ -44,7 +44,7 @@ def saved(small, tmp_path):
     return save_step(20, model).parent.parent, model
 
 
-def test_what_was_saved_comes_back(saved):
+def test_what_was_saved_is_loaded(saved):
     run, model = saved
     again = checkpoint.load_model(run)
     tokens = torch.randint(257, (1, 9))
@@ -57,7 +57,7 @@ def test_what_was_saved_comes_back(saved):
     assert load_tokenizer(folder / "tokenizer").vocab_size == 257
 
 
-def test_a_checkpoint_may_move_and_lose_what_sampling_does_not_need(saved, tmp_path):
+def test_a_checkpoint_can_be_moved_and_sampled_without_training_pt(saved, tmp_path):
     run, model = saved
     moved = tmp_path / "elsewhere"
     os.rename(run / "checkpoints" / "step_00000020", moved)
@@ -68,7 +68,7 @@ def test_a_checkpoint_may_move_and_lose_what_sampling_does_not_need(saved, tmp_p
         checkpoint.find(moved, for_training=True)
 
 
-def test_a_model_may_be_loaded_to_reach_further(saved):
+def test_a_model_can_be_loaded_with_a_longer_max_seq_len(saved):
     run, model = saved
     tokens = torch.randint(257, (1, 100))
     with pytest.raises(ValueError, match="max_seq_len 32"):
@@ -89,9 +89,9 @@ def flip(path):
 
 DAMAGE = {
     "a flipped bit": flip,
-    "half": lambda path: os.truncate(path, path.stat().st_size // 2),
-    "nothing": lambda path: os.truncate(path, 0),
-    "gone": os.remove,
+    "truncated": lambda path: os.truncate(path, path.stat().st_size // 2),
+    "empty": lambda path: os.truncate(path, 0),
+    "missing": os.remove,
 }
 
 
@@ -100,28 +100,28 @@ FILES = ["model.safetensors", "model.json", "tokenizer/vocabulary.json", "traini
 
 @pytest.mark.parametrize(
     ("name", "damage"),
-    # a flipped bit in a manifest is found in the file whose sum it changed, if it can be read at all
+    # if the manifest can be read, a flipped bit in it looks like damage to the file whose entry it changed
     [
         *((name, damage) for name in FILES for damage in DAMAGE),
-        *(("manifest.json", d) for d in ("half", "nothing", "gone")),
+        *(("manifest.json", d) for d in ("truncated", "empty", "missing")),
     ],
 )
-def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(saved, name, damage):
+def test_a_damaged_checkpoint_is_named_and_the_previous_one_is_used(saved, name, damage):
     run, _ = saved
     DAMAGE[damage](run / "checkpoints" / "step_00000020" / name)
-    said = []
-    assert checkpoint.find(run, for_training=True, warn=said.append).name == "step_00000010"
-    assert len(said) == 1 and "step_00000020" in said[0] and name in said[0]
+    warnings = []
+    assert checkpoint.find(run, for_training=True, warn=warnings.append).name == "step_00000010"
+    assert len(warnings) == 1 and "step_00000020" in warnings[0] and name in warnings[0]
 
 
-def test_a_manifest_with_a_wrong_key_is_a_damaged_one(saved):
+def test_a_manifest_with_a_wrong_key_is_damaged(saved):
     run, _ = saved
     manifest = run / "checkpoints" / "step_00000020" / "manifest.json"
     manifest.write_text(manifest.read_text().replace('"size"', '"rize"', 1))
     assert checkpoint.find(run, warn=lambda text: None).name == "step_00000010"
 
 
-def test_when_all_are_damaged_it_says_so(saved):
+def test_an_error_says_when_every_checkpoint_is_damaged(saved):
     run, _ = saved
     for folder in checkpoint.steps(run):
         flip(folder / "model.safetensors")
@@ -131,15 +131,15 @@ def test_when_all_are_damaged_it_says_so(saved):
 
 @pytest.fixture
 def several(small, tmp_path):
-    """A run folder whose last checkpoint is not its best, and whose third is not measured."""
-    for step, figures in {
+    """A run folder whose last checkpoint is not the best, and whose third has no validation loss."""
+    for step, metrics in {
         10: {"val_loss": 2.0},
         20: {"val_loss": 1.0},
         30: {},
-        40: {"val_loss": 0.5, "compared_loss": 3.0},  # of another part of the text
+        40: {"val_loss": 0.5, "compared_loss": 3.0},  # val_loss is on another part of the text
     }.items():
         model = small(257, tied=True).float()
-        save(tmp_path / "run" / "checkpoints" / f"step_{step:08}", model, step, **figures)
+        save(tmp_path / "run" / "checkpoints" / f"step_{step:08}", model, step, **metrics)
     return tmp_path / "run"
 
 
@@ -147,7 +147,7 @@ def several(small, tmp_path):
     ("which", "name"),
     [("", "40"), (":best", "20"), (":10", "10"), (":00000030", "30"), ("/checkpoints/step_00000010", "10")],
 )
-def test_a_checkpoint_is_named_by_its_run_and_what_it_is(several, which, name):
+def test_a_checkpoint_is_named_by_run_and_step_or_best_or_path(several, which, name):
     assert checkpoint.find(f"{several}{which}", for_training=True).name == f"step_000000{name}"
     assert checkpoint.load_model(f"{several}{which}").max_seq_len == 32
     assert checkpoint.describe_best(several).endswith(
@@ -157,15 +157,17 @@ def test_a_checkpoint_is_named_by_its_run_and_what_it_is(several, which, name):
 
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_where_the_best_is_damaged_it_is_named_and_so_is_the_best_of_the_others(several, name, damage):
+def test_a_damaged_best_is_named_and_the_best_of_the_others_is_used(several, name, damage):
     DAMAGE[damage](several / "checkpoints" / "step_00000020" / name)
-    said = []
-    assert checkpoint.find(f"{several}:best", for_training=True, warn=said.append).name == "step_00000010"
-    assert "step_00000020" in said[0] and name in said[0]
-    assert name == "model.json" or said[1:] == [f"using the best of the others, {several}/checkpoints/step_00000010"]
+    warnings = []
+    assert checkpoint.find(f"{several}:best", for_training=True, warn=warnings.append).name == "step_00000010"
+    assert "step_00000020" in warnings[0] and name in warnings[0]
+    assert name == "model.json" or warnings[1:] == [
+        f"using the best of the others, {several}/checkpoints/step_00000010"
+    ]
 
 
-def test_a_step_that_is_not_there_or_damaged_is_not_replaced_by_another(several):
+def test_a_missing_or_damaged_step_is_not_replaced_by_another(several):
     with pytest.raises(ValueError, match="run has no checkpoint of step 15: there are 10, 20, 30, 40"):
         checkpoint.find(f"{several}:15")
     flip(several / "checkpoints" / "step_00000010" / "model.safetensors")
@@ -204,7 +206,7 @@ def test_the_same_step_may_be_saved_again(saved, small):
     assert torch.equal(checkpoint.load_model(run)(tokens), other(tokens))
 
 
-def test_leftovers_of_a_killed_save_are_no_checkpoints(saved):
+def test_leftovers_of_a_killed_save_are_not_checkpoints(saved):
     run, _ = saved
     os.rename(run / "checkpoints" / "step_00000020", run / "checkpoints" / ".step_00000020.abcd1234")
     assert checkpoint.find(run).name == "step_00000010"
@@ -239,7 +241,7 @@ def test_a_pickle_that_runs_code_is_refused_and_not_run(saved, tmp_path):
 
 
 def dying(monkeypatch, point: int):
-    """Every flush and rename becomes two points, before it and after it; at the `point`-th the process is killed."""
+    """Kills the process at the `point`-th point; one is before and one after every flush and rename."""
     passed = []
 
     def pass_point():
@@ -261,7 +263,7 @@ def dying(monkeypatch, point: int):
 
 @pytest.mark.parametrize("what", ["a new step", "the same step", "pruning"])
 def test_a_kill_at_any_moment_of_a_save_leaves_a_valid_checkpoint(small, tmp_path, monkeypatch, what):
-    """And the next process cleans up what is left, and saves as if nothing had been."""
+    """The next process removes the leftovers and saves as usual."""
     models = [small(257).float() for _ in range(3)]
     run, point = tmp_path / "run", 0
     while True:
@@ -279,9 +281,9 @@ def test_a_kill_at_any_moment_of_a_save_leaves_a_valid_checkpoint(small, tmp_pat
             os._exit(0)
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         assert code in (0, -signal.SIGKILL)
-        said = []
-        found = checkpoint.find(run, for_training=True, warn=said.append)
-        assert said == []
+        warnings = []
+        found = checkpoint.find(run, for_training=True, warn=warnings.append)
+        assert warnings == []
         weights = checkpoint.load_file(found / "model.safetensors")
         expected = [checkpoint.snapshot(model)[0] for model in models]
         assert any(all(torch.equal(weights[n], one[n]) for n in weights) for one in expected)
@@ -305,13 +307,13 @@ def test_the_last_valid_checkpoint_is_never_pruned(saved):
     assert checkpoint.find(run, warn=lambda text: None).name == "step_00000010"
 
 
-def test_saving_goes_on_while_training_does(small, tmp_path, monkeypatch):
-    """The second save waits for the first, and the end for both; what is saved is what was there when it was asked."""
-    gate, model, said = threading.Event(), small(257).float(), []
+def test_saving_runs_in_the_background_of_training(small, tmp_path, monkeypatch):
+    """The second save waits for the first, and the end for both; weights are saved as they were at the call."""
+    gate, model, warnings = threading.Event(), small(257).float(), []
     real = checkpoint.save_file
     monkeypatch.setattr(checkpoint, "save_file", lambda *arguments: (gate.wait(), real(*arguments)))
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
-    with checkpoints.BackgroundSaver(tmp_path / "run", None, said.append) as saver:
+    with checkpoints.BackgroundSaver(tmp_path / "run", None, warnings.append) as saver:
         weights, arguments = checkpoint.snapshot(model)
         about = {"step": 1, "seq_len": 8, "precision": "fp32", **arguments}
         saver.save(1, weights, ByteTokenizer().save, about, {})
@@ -320,16 +322,16 @@ def test_saving_goes_on_while_training_does(small, tmp_path, monkeypatch):
         gate.set()
         saver.save(2, weights, ByteTokenizer().save, about | {"step": 2}, {})
         assert [path.name for path in checkpoint.steps(tmp_path / "run")][-1] == "step_00000001"
-    assert len(checkpoint.steps(tmp_path / "run")) == 2 and said == []
+    assert len(checkpoint.steps(tmp_path / "run")) == 2 and warnings == []
     again = checkpoint.load_model(tmp_path / "run").state_dict()
     assert all(torch.equal(again[name], before[name]) for name in before)
 
 
-# --- files that are whole and wrong: a stranger's, or of a program that went astray ---
+# --- intact files with wrong content, by a stranger or by a faulty program ---
 
 
 def put(folder, name, content):
-    """Other content for a file of a checkpoint, of which the manifest knows."""
+    """Replaces a file of a checkpoint, and its entry in the manifest."""
     (folder / name).write_bytes(content)
     manifest = json.loads((folder / "manifest.json").read_text())
     manifest["files"][name] = checkpoint._facts(folder / name)
@@ -360,7 +362,7 @@ ABOUTS = {
     "a list": (lambda about: [about], "it should be an object, got"),
     "nothing in it": (lambda about: {}, "arguments is missing"),
     "no step": (lambda about: without(about, "step"), "step is missing"),
-    "a step by words": (lambda about: about | {"step": "ten"}, "step should be a valid integer, got 'ten'"),
+    "a step as a string": (lambda about: about | {"step": "ten"}, "step should be a valid integer, got 'ten'"),
     "a step before the first": (lambda about: about | {"step": -1}, "step should be greater than or equal to 0"),
     "an unknown precision": (lambda about: about | {"precision": "fp17"}, "precision should be 'fp32', 'bf16' or"),
     "no arguments": (lambda about: about | {"arguments": None}, "arguments should be an object, got None"),
@@ -369,35 +371,35 @@ ABOUTS = {
         with_arguments(experts=8),
         "from another version: .* no argument 'experts'",
     ),
-    "a width by words": (with_arguments(d_model="16"), r"arguments\.d_model should be a valid integer, got '16'"),
+    "a width as a string": (with_arguments(d_model="16"), r"arguments\.d_model should be a valid integer, got '16'"),
     "a width of true": (with_arguments(d_model=True), r"arguments\.d_model should be a valid integer, got True"),
     "no heads": (with_arguments(n_heads=0), r"arguments\.n_heads should be greater than or equal to 1"),
-    "a base that is no number": (with_arguments(theta=float("nan")), r"arguments\.theta should be a finite number"),
+    "a base of NaN": (with_arguments(theta=float("nan")), r"arguments\.theta should be a finite number"),
     "a base with 1000 digits": (with_arguments(theta=10**1000), r"arguments\.theta should be a finite number"),
     "a base below 1": (with_arguments(theta=0.5), "holds another model: theta must be above 1"),
-    "a scheme nobody knows": (with_arguments(positions="clock"), "holds another model: positions must be one of"),
+    "an unknown scheme": (with_arguments(positions="clock"), "holds another model: positions must be one of"),
     "another width": (
         with_arguments(d_model=32),
         r"another model: embedding\.weight is .*, the model's is \(257, 32\)",
     ),
-    "as many numbers otherwise": (with_arguments(feed_forward="gelu", d_ff=36), r"blocks\.0\.feed_forward\.up\.w.* is"),
-    "a giant's width": (
+    "same size, other shapes": (with_arguments(feed_forward="gelu", d_ff=36), r"blocks\.0\.feed_forward\.up\.w.* is"),
+    "a huge width": (
         with_arguments(d_model=60000),
         "holds another model: d_model is 60000, but the weights allow at most",
     ),
-    "a tower of blocks": (
+    "a billion blocks": (
         with_arguments(n_layers=10**9),
         "another model: n_layers is 1000000000, but the weights allow at most",
     ),
-    "a width beyond numbers": (with_arguments(d_model=10**30), r"arguments\.d_model should be less than"),
-    "endless positions": (with_arguments(max_seq_len=10**14), r"needs [\d,.]+ GiB of memory, this machine has"),
-    "a feed-forward beyond numbers": (with_arguments(d_ff=2**62), "holds another model: "),
-    "a crowd of heads": (with_arguments(n_heads=10**9, n_kv_heads=10**9, positions="alibi"), "holds another model"),
+    "a width beyond 64 bits": (with_arguments(d_model=10**30), r"arguments\.d_model should be less than"),
+    "a huge max_seq_len": (with_arguments(max_seq_len=10**14), r"needs [\d,.]+ GiB of memory, this machine has"),
+    "a huge d_ff": (with_arguments(d_ff=2**62), "holds another model: "),
+    "a billion heads": (with_arguments(n_heads=10**9, n_kv_heads=10**9, positions="alibi"), "holds another model"),
 }
 
 
 @pytest.mark.parametrize("wrong", ABOUTS)
-def test_what_model_json_says_is_not_believed(saved, wrong):
+def test_wrong_values_in_model_json_are_refused(saved, wrong):
     run, _ = saved
     folder = checkpoint.find(run)
     change, message = ABOUTS[wrong]
@@ -418,14 +420,14 @@ def test_a_manifest_of_another_shape_is_damaged(saved, content):
 
 
 def tensors(**changes):
-    """The weights of the checkpoint, but for some, as safetensors."""
+    """A function that serialises the weights with these changes; None removes a weight."""
     return lambda weights: safetensors.torch.save(
         {name: weight for name, weight in (weights | changes).items() if weight is not None}
     )
 
 
 WEIGHTS = {
-    "nothing": (lambda weights: b"", "model.safetensors cannot be read"),
+    "empty": (lambda weights: b"", "model.safetensors cannot be read"),
     "a header beyond the file": (lambda weights: b"\xff" * 64, "model.safetensors cannot be read"),
     "a header that is no JSON": (lambda weights: (8).to_bytes(8, "little") + b"[[[[[[[[", "cannot be read"),
     "a header that claims too much": (
@@ -438,17 +440,17 @@ WEIGHTS = {
         r"holds another model: norm\.weight is missing, the model's is \(16,\)",
     ),
     "one too many": (tensors(more=torch.zeros(0)), r"more is \(0,\), the model has none"),
-    "one turned": (
+    "one transposed": (
         lambda weights: safetensors.torch.save(
             weights | {"blocks.0.feed_forward.up.weight": weights["blocks.0.feed_forward.up.weight"].T.contiguous()}
         ),
         r"feed_forward\.up\.weight is \(16, 24\), the model's is \(24, 16\)",
     ),
-    "whole numbers": (
+    "integers": (
         tensors(**{"norm.weight": torch.ones(16, dtype=torch.int32)}),
         r"norm\.weight holds I32, no weights",
     ),
-    "not a number": (
+    "NaN": (
         tensors(**{"norm.weight": torch.full((16,), torch.nan)}),
         r"norm\.weight holds numbers that are not f",
     ),
@@ -460,7 +462,7 @@ WEIGHTS = {
 
 
 @pytest.mark.parametrize("wrong", WEIGHTS)
-def test_weights_that_are_not_those_of_the_model_are_named(saved, wrong):
+def test_weights_that_do_not_fit_the_model_are_named(saved, wrong):
     run, _ = saved
     folder = checkpoint.find(run)
     content, message = WEIGHTS[wrong]
@@ -470,8 +472,8 @@ def test_weights_that_are_not_those_of_the_model_are_named(saved, wrong):
     assert str(folder) in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_a_model_is_compared_with_its_file_before_it_is_built(saved, monkeypatch):
-    """Else whoever writes a model.json decides how much memory is taken."""
+def test_a_model_is_compared_with_its_weights_before_it_is_built(saved, monkeypatch):
+    """Otherwise a crafted model.json could claim any amount of memory."""
     run, _ = saved
     put_about(checkpoint.find(run), with_arguments(d_model=48))
     monkeypatch.setattr(checkpoint, "GPT", lambda **_: pytest.fail("it was built"))
@@ -496,7 +498,7 @@ TRAININGS = {
 
 
 @pytest.mark.parametrize("wrong", TRAININGS)
-def test_what_training_pt_holds_is_looked_at(saved, wrong):
+def test_wrong_values_in_training_pt_are_refused(saved, wrong):
     folder = checkpoint.find(saved[0])
     content, message = TRAININGS[wrong]
     put_training(folder, content)
@@ -506,7 +508,7 @@ def test_what_training_pt_holds_is_looked_at(saved, wrong):
 
 
 @pytest.mark.parametrize("content", [b"", b"PK\x03\x04 no archive", b"\x80\x02K\x05.", b"\x80\x02}q\x00."], ids=repr)
-def test_a_training_pt_that_torch_cannot_read_is_one_line(saved, content):
+def test_an_unreadable_training_pt_is_refused_in_one_line(saved, content):
     folder = checkpoint.find(saved[0])
     put(folder, "training.pt", content)
     with pytest.raises(ValueError, match=r"training\.pt ") as caught:
@@ -514,12 +516,12 @@ def test_a_training_pt_that_torch_cannot_read_is_one_line(saved, content):
     assert "\n" not in str(caught.value)
 
 
-# --- links: what they point at belongs to someone else ---
+# --- symbolic links, whose targets belong to someone else ---
 
 
 @pytest.fixture
 def linked(saved, tmp_path):
-    """A run whose step folders are links to those of another, which are whole."""
+    """A run whose step folders are links to those of another run, and that run."""
     run, other = tmp_path / "fork", saved[0]
     (run / "checkpoints").mkdir(parents=True)
     for folder in checkpoint.steps(other):
@@ -527,24 +529,24 @@ def linked(saved, tmp_path):
     return run, other
 
 
-def all_whole(run):
+def count_valid(run):
     folders = checkpoint.steps(run)
     for folder in folders:
         checkpoint.check(folder)
     return len(folders)
 
 
-def test_pruning_unlinks_a_link(linked, small):
+def test_pruning_removes_a_link_but_not_its_target(linked, small):
     run, other = linked
     save(checkpoint.step_folder(run, 30), small(257, tied=True).float(), 30)
     checkpoints.prune(run, keep=1)
     assert [folder.name for folder in checkpoint.steps(run)] == ["step_00000030"]
     assert [path.name for path in (run / "checkpoints").iterdir()] == ["step_00000030"]
-    assert all_whole(other) == 2
+    assert count_valid(other) == 2
 
 
 @pytest.mark.parametrize("target", ["there", "gone"])
-def test_saving_a_step_anew_replaces_its_link(linked, small, target):
+def test_saving_a_step_again_replaces_its_link(linked, small, target):
     run, other = linked
     if target == "gone":
         os.rename(other, other.with_name("moved"))
@@ -555,27 +557,27 @@ def test_saving_a_step_anew_replaces_its_link(linked, small, target):
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step_00000010", "step_00000020"]
     tokens = torch.randint(257, (1, 9))
     assert torch.equal(checkpoint.load_model(run)(tokens), model(tokens))
-    assert all_whole(other) == 2
+    assert count_valid(other) == 2
 
 
-def test_what_is_left_of_a_link_and_a_file_is_cleaned_up(linked):
+def test_leftover_links_and_files_are_cleaned_up(linked):
     run, other = linked
     (run / "checkpoints" / ".step_00000020.abcd.old").symlink_to(checkpoint.step_folder(other, 20))
     (run / "checkpoints" / ".step_00000030.abcd").write_text("a file")
     with checkpoints.run_lock(run):
         pass
     assert {path.name for path in (run / "checkpoints").iterdir()} <= {"step_00000010", "step_00000020", ".lock"}
-    assert all_whole(other) == 2
+    assert count_valid(other) == 2
 
 
-def test_setting_aside_renames_a_link(linked):
+def test_retiring_a_step_renames_its_link(linked):
     run, other = linked
     checkpoints.retire_after(run, 10)
     assert [folder.name for folder in checkpoint.steps(run)] == ["step_00000010"]
-    assert all_whole(other) == 2
+    assert count_valid(other) == 2
 
 
-def test_checkpoints_on_another_disk_stay_linked_and_nothing_of_ours_is_left_there(tmp_path):
+def test_a_linked_checkpoints_folder_stays_linked_and_is_left_clean(tmp_path):
     disk, run = tmp_path / "disk", tmp_path / "run"
     disk.mkdir(), run.mkdir()
     (run / "checkpoints").symlink_to(disk)
@@ -584,7 +586,7 @@ def test_checkpoints_on_another_disk_stay_linked_and_nothing_of_ours_is_left_the
     assert list(disk.iterdir()) == []
 
 
-def test_a_signal_while_a_run_is_begun_leaves_no_lock(tmp_path, monkeypatch):
+def test_a_signal_while_a_run_starts_leaves_no_lock(tmp_path, monkeypatch):
     def terminated(descriptor):
         raise SystemExit(143)
 
@@ -598,20 +600,20 @@ def test_a_signal_while_a_run_is_begun_leaves_no_lock(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("error", "said"),
+    ("error", "message"),
     [
         (OSError(errno.EFBIG, "File too large"), "is full"),
         (RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 91968 vs 9186"), "is full"),
         (RuntimeError("no such thing"), "no such thing"),
     ],
 )
-def test_a_full_disk_is_called_so(tmp_path, monkeypatch, error, said):
+def test_a_full_disk_is_reported_as_such(tmp_path, monkeypatch, error, message):
     def fail(*_):
         raise error
 
-    said_of_it = []
+    warnings = []
     monkeypatch.setattr(checkpoint, "save", fail)
-    with checkpoints.BackgroundSaver(tmp_path, None, said_of_it.append) as saver:
+    with checkpoints.BackgroundSaver(tmp_path, None, warnings.append) as saver:
         saver.save(1)
-    assert len(said_of_it) == 1 and said in said_of_it[0]
-    assert ("bytes are free" in said_of_it[0]) == (said == "is full")
+    assert len(warnings) == 1 and message in warnings[0]
+    assert ("bytes are free" in warnings[0]) == (message == "is full")

@@ -1,4 +1,4 @@
-"""Which checkpoints a run keeps, and what it does where it cannot."""
+"""Which checkpoints a run keeps, and what it does if it cannot save one."""
 
 import math
 import resource
@@ -15,7 +15,7 @@ hardware = pytest.mark.hardware
 
 
 def losses_are(monkeypatch, *values: float) -> list:
-    """What evaluations find, one after the other -> how much of the text each was to take."""
+    """Makes the evaluations return these losses in turn; returns the list of their limits, which grows."""
     values, limits = iter(values), []
     monkeypatch.setattr(
         evaluation, "evaluate", lambda *_, **k: (limits.append(k["limit"]), Evaluation(next(values), 1, 1))[1]
@@ -39,18 +39,16 @@ def test_the_newest_checkpoints_and_the_best_are_kept(run, monkeypatch):
 
 
 @pytest.mark.parametrize("stop", [None, 3, 4, 5])
-def test_without_a_lower_validation_loss_the_run_ends_and_its_best_is_saved_also_when_resumed(
-    run, monkeypatch, capsys, stop
-):
+def test_patience_ends_the_run_and_keeps_the_best_also_when_resumed(run, monkeypatch, capsys, stop):
     losses_are(monkeypatch, 5.0, 4.0, 3.0, 3.5, math.nan, 1.0)
     if stop:
         run("one", *PATIENT, f"stop_after={stop}")
     folder = run("one", *PATIENT, "resume=auto")
     assert run.code == 0 and rows(folder)[-1]["step"] == 5
     assert [path.name[-1] for path in checkpoint.steps(folder)] == ["5", "3"]
-    said = capsys.readouterr().out
-    assert "patience    stopped after step 5: 2 evaluations without a lower validation loss" in said or stop == 5
-    assert "best        checkpoint=" in said and ":best is step 3, validation loss 3.0000; the last was not" in said
+    output = capsys.readouterr().out
+    assert "patience    stopped after step 5: 2 evaluations without a lower validation loss" in output or stop == 5
+    assert "best        checkpoint=" in output and ":best is step 3, validation loss 3.0000; the last was not" in output
     before = (folder / "metrics.jsonl").read_bytes()
     run("one", *PATIENT, "resume=auto")
     assert run.code == 0 and (folder / "metrics.jsonl").read_bytes() == before
@@ -61,7 +59,7 @@ def test_without_a_lower_validation_loss_the_run_ends_and_its_best_is_saved_also
 
 
 def test_validation_losses_are_compared_on_the_same_part_of_the_text(run, monkeypatch, capsys):
-    """The last evaluation takes all of it, and says nothing of which checkpoint is better."""
+    """The last evaluation reads all of the text; its loss is not compared with the others."""
     part = ["every.evaluate=4", "every.checkpoint=4", "eval_tokens=40"]
     limits = losses_are(monkeypatch, 3.0, 2.0, 5.0)
     folder = run("one", *part)
@@ -77,15 +75,15 @@ def test_validation_losses_are_compared_on_the_same_part_of_the_text(run, monkey
     assert final(other)[1]["guard"]["lowest"] == 4.0
 
 
-def test_the_lowest_validation_loss_is_named_also_where_it_was_not_saved(run, monkeypatch, capsys):
+def test_the_lowest_validation_loss_is_reported_even_if_not_saved(run, monkeypatch, capsys):
     losses_are(monkeypatch, 1.0, 4.0, 5.0, 6.0)
     run("one", "every.evaluate=2", "every.checkpoint=4")
-    said = capsys.readouterr().out
-    assert "runs/one:best is step 4, validation loss 4.0000; the last, 6.0000, is clearly worse" in said
-    assert "lowest      validation loss 1.0000 after step 2, which has no checkpoint" in said
+    output = capsys.readouterr().out
+    assert "runs/one:best is step 4, validation loss 4.0000; the last, 6.0000, is clearly worse" in output
+    assert "lowest      validation loss 1.0000 after step 2, which has no checkpoint" in output
 
 
-def test_a_folder_has_one_run_at_a_time(run):
+def test_a_run_folder_is_used_by_one_process_at_a_time(run):
     with (
         checkpoints.run_lock(Path("runs/one")),
         pytest.raises(ValueError, match="runs/one is in use by another process"),
@@ -94,7 +92,7 @@ def test_a_folder_has_one_run_at_a_time(run):
     run("one")
 
 
-def test_a_folder_that_cannot_be_written_is_found_before_the_first_step(run, tmp_path, monkeypatch):
+def test_an_unwritable_folder_is_found_before_the_first_step(run, tmp_path, monkeypatch):
     at_step(monkeypatch, 1, lambda *_: pytest.fail("a step was made"))
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs" / "file").write_text("")
@@ -103,9 +101,7 @@ def test_a_folder_that_cannot_be_written_is_found_before_the_first_step(run, tmp
 
 
 @pytest.mark.parametrize("kind", ["an error", "a full disk"])
-def test_a_checkpoint_that_cannot_be_saved_does_not_end_the_run_but_its_exit_code_says_so(
-    run, monkeypatch, kind, capfd
-):
+def test_a_run_survives_a_failed_save_and_reports_it_in_its_exit_code(run, monkeypatch, kind, capfd):
     every = ["every.checkpoint=2", "every.sample=100"]
     whole = run("whole", *every)
     real, calls = checkpoint.save_file, []

@@ -18,8 +18,8 @@ def random_model(**arguments) -> GPT:
 
 
 @needs_torch_compile
-def test_one_compilation_serves_every_size_of_the_cache_and_its_own_model_only():
-    """Texts that grow through all buckets, and slide; rows of different lengths; then another model."""
+def test_one_compilation_serves_all_cache_sizes_of_one_model_only():
+    """Rows of different lengths grow through all sizes of the cache, and slide; then comes another model."""
     model, rows = random_model(), [[3], [1, 2, 3, 4, 5]]
     plain = [column.tolist() for column in generate(model, rows, 700, overflow="slide")]
     warnings, before = [], compilations()
@@ -45,7 +45,7 @@ def test_one_compilation_serves_every_size_of_the_cache_and_its_own_model_only()
     assert warnings == []
 
 
-def test_what_cannot_be_compiled_is_written_without(monkeypatch):
+def test_generation_runs_uncompiled_if_compiling_fails(monkeypatch):
     def broken(*arguments, **options):
         raise RuntimeError("no compiler here\nat all")
 

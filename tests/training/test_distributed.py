@@ -1,4 +1,4 @@
-"""Two ranks on a CPU, by gloo; most of it in one launch of on_two_ranks.py, whose ranks need no torchrun."""
+"""Two ranks on a CPU, by gloo; most tests read the results of one launch of on_two_ranks.py, without torchrun."""
 
 import json
 import os
@@ -53,8 +53,8 @@ RUNS = [
     ("fsdp_then_one", ["stop_after=3", *FSDP]),
     ("ddp_then_one", ["stop_after=3"]),
     ("without", ["skip_batches=[4]"]),
-    ("back_ddp", ["on_spike=rollback", "spike_window=2", "spike_sigmas=50"]),
-    ("back_fsdp", ["on_spike=rollback", "spike_window=2", "spike_sigmas=50", *FSDP]),
+    ("rollback_ddp", ["on_spike=rollback", "spike_window=2", "spike_sigmas=50"]),
+    ("rollback_fsdp", ["on_spike=rollback", "spike_window=2", "spike_sigmas=50", *FSDP]),
     ("bf16_ddp", ["precision=bf16"]),
     ("bf16_fsdp", ["precision=bf16", "activation_checkpointing=true", *FSDP]),
     ("patience", ["steps=null", "epochs=2", "patience=1", "every.evaluate=1", "optimizer=adamw", "optimizer.lr=1e-30"]),
@@ -76,12 +76,12 @@ def write_text(folder: Path):
 
 @pytest.fixture(scope="session")
 def launched(tmp_path_factory) -> Path:
-    """A folder with what one launch has written, and what one process did before and after it: for all workers."""
+    """A folder with the results of two ranks, and of one process before and after them; pytest's workers share it."""
     shared = tmp_path_factory.getbasetemp()
     folder = (shared.parent if "PYTEST_XDIST_WORKER" in os.environ else shared) / "ranks"
     with FileLock(f"{folder}.lock"):
         if not (folder / "done").exists():
-            shutil.rmtree(folder, ignore_errors=True)  # of a worker that failed
+            shutil.rmtree(folder, ignore_errors=True)  # left by a worker that failed
             folder.mkdir()
             launch(folder)
             (folder / "done").touch()
@@ -118,7 +118,7 @@ def weights(run: Path) -> dict[str, torch.Tensor]:
 
 
 def assert_close(a: Path, b: Path, spikes: int = 0):
-    """In weights and rows, but for the jumps that b counts at its end."""
+    """Weights and rows agree, except for the number of `spikes` in b."""
     for name, weight in weights(a).items():
         torch.testing.assert_close(weights(b)[name], weight, rtol=1e-4, atol=2e-5)
     assert [row["step"] for row in rows(a)] == [row["step"] for row in rows(b)]
@@ -130,7 +130,7 @@ def assert_close(a: Path, b: Path, spikes: int = 0):
 @pytest.mark.parametrize("micro_batch", [1, 2, 4])
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_gradients_do_not_depend_on_the_split(launched, parallel, micro_batch, monkeypatch):
-    """Over ranks and micro-batches, with unequal numbers of targets; exchanged once, behind the last micro-batch."""
+    """Over ranks and micro-batches, with unequal numbers of targets; ddp reduces once, after the last micro-batch."""
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
     from on_two_ranks import CPU, batch, model
 
@@ -143,13 +143,13 @@ def test_gradients_do_not_depend_on_the_split(launched, parallel, micro_batch, m
             found = torch.load(launched / f"gradients_{rank}.pt")[f"{parallel} {micro_batch} fp32"]
             for name, parameter in whole.named_parameters():
                 torch.testing.assert_close(found["gradients"][name], parameter.grad, rtol=1e-6, atol=1e-6)
-            assert parallel == "fsdp" or found["exchanges"] == 1
+            assert parallel == "fsdp" or found["reduced"] == 1
 
 
 @pytest.mark.parametrize("micro_batch", [1, 2, 4])
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
-def test_in_bf16_ranks_round_what_one_process_rounds(launched, parallel, micro_batch, monkeypatch):
-    """The gradients of equal micro-batches differ by the order of sums in fp32, as if nothing had been rounded."""
+def test_in_bf16_ranks_round_as_one_process_does(launched, parallel, micro_batch, monkeypatch):
+    """With equal micro-batches the gradients differ only by the order of the fp32 sums over them."""
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
     from on_two_ranks import CPU, batch, model
 
@@ -166,7 +166,7 @@ def test_in_bf16_ranks_round_what_one_process_rounds(launched, parallel, micro_b
 
 @pytest.mark.parametrize("name", ["bf16_ddp", "bf16_fsdp"])
 def test_in_bf16_two_ranks_learn_what_one_process_learns(launched, name):
-    """Sums in another order are rounded to bf16 elsewhere, and optimizers make more of it."""
+    """Sums in another order are rounded to other bf16 numbers, and the optimizer amplifies the difference."""
     one, two = rows(launched / "runs" / "bf16_one"), rows(launched / "runs" / name)
     assert [row["loss"] for row in one] != [row["loss"] for row in rows(launched / "runs" / "one")]
     for a, b in zip(one, two, strict=True):
@@ -174,26 +174,26 @@ def test_in_bf16_two_ranks_learn_what_one_process_learns(launched, name):
 
 
 @pytest.mark.parametrize("name", ["ddp", "fsdp", "one_then_ddp", "one_then_fsdp", "ddp_then_fsdp"])
-def test_two_ranks_train_as_one_does_whoever_began(launched, name):
+def test_two_ranks_train_as_one_process_does_also_when_resuming_it(launched, name):
     assert_close(launched / "runs" / "one", launched / "runs" / name)
 
 
 @pytest.mark.parametrize("name", ["fsdp_then_one", "ddp_then_one"])
-def test_one_process_goes_on_with_what_two_ranks_began(launched, name):
+def test_one_process_resumes_what_two_ranks_started(launched, name):
     assert_close(launched / "runs" / "one", launched / "runs" / name)
 
 
-def test_two_ranks_resume_to_the_bit_with_dropout(launched):
+def test_two_ranks_resume_bit_for_bit_with_dropout(launched):
     whole, parts = launched / "runs" / "dropout", launched / "runs" / "dropout_parts"
     assert rows(whole) == rows(parts)
     assert all(torch.equal(weights(parts)[name], weight) for name, weight in weights(whole).items())
     assert rows(whole) != rows(launched / "runs" / "ddp")
 
 
-def test_a_checkpoint_of_ranks_is_like_any_other(launched):
-    """And the first rank alone holds copies for it."""
-    kept = [torch.load(launched / f"gradients_{rank}.pt")["kept"] for rank in (0, 1)]
-    assert kept == [[torch.ones(1)], [None]]
+def test_a_checkpoint_of_two_ranks_is_like_any_other(launched):
+    """Only rank 0 holds the gathered copies that are saved."""
+    gathered = [torch.load(launched / f"gradients_{rank}.pt")["gathered"] for rank in (0, 1)]
+    assert gathered == [[torch.ones(1)], [None]]
     a, b = (checkpoint.load_training(checkpoint.find(launched / "runs" / name)) for name in ("one", "fsdp"))
     assert a.keys() == b.keys() and len(b["rng"]) == 2
     for i, state in a["optimizer"]["state"].items():
@@ -202,20 +202,20 @@ def test_a_checkpoint_of_ranks_is_like_any_other(launched):
     assert checkpoint.load_model(launched / "runs" / "fsdp").n_parameters() > 0
 
 
-@pytest.mark.parametrize("name", ["back_ddp", "back_fsdp"])
-def test_ranks_go_back_together(launched, name):
+@pytest.mark.parametrize("name", ["rollback_ddp", "rollback_fsdp"])
+def test_ranks_roll_back_together(launched, name):
     assert checkpoint.load_training(checkpoint.find(launched / "runs" / name))["guard"]["skip"] == [4]
     assert_close(launched / "runs" / "without", launched / "runs" / name, spikes=1)
 
 
-def test_a_signal_to_one_rank_ends_all_behind_the_same_step(launched):
+def test_a_signal_to_one_rank_stops_all_after_the_same_step(launched):
     codes = [json.loads((launched / f"codes_{rank}.json").read_text()) for rank in (0, 1)]
     assert codes[0] == codes[1]
     assert codes[0]["signal"] == [128 + signal.SIGTERM, 3, []]
     assert checkpoint.find(launched / "runs" / "signal").name == "step_00000003"
 
 
-def test_ranks_end_together_where_validation_finds_nothing_lower(launched):
+def test_patience_ends_all_ranks_after_the_same_step(launched):
     codes = [json.loads((launched / f"codes_{rank}.json").read_text())["patience"] for rank in (0, 1)]
     assert codes == [[0, 2, []], [0, 2, []]]
     run = launched / "runs" / "patience"
@@ -238,7 +238,7 @@ def wait_for(condition, seconds: float = 150):
 
 
 def worker(launcher: int, rank: int) -> int:
-    """The process of a rank."""
+    """The process id of a rank."""
     for child in Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split():
         if f"\0RANK={rank}\0".encode() in Path(f"/proc/{child}/environ").read_bytes():
             return int(child)
@@ -247,7 +247,7 @@ def worker(launcher: int, rank: int) -> int:
 
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds the process of a rank in /proc")
 def test_torchrun_restarts_a_run_whose_rank_died(tmp_path):
-    """From its last checkpoint."""
+    """It resumes from the last checkpoint."""
     write_text(tmp_path)
     own = ["every.checkpoint=5", "every.evaluate=1000", "every.sample=1000", "steps=80", "rank_timeout=15"]
     words = [*TORCHRUN, "--max-restarts=1", "--monitor-interval=0.2", str(REPOSITORY / "train.py"), *SMALL, *own]
@@ -257,9 +257,9 @@ def test_torchrun_restarts_a_run_whose_rank_died(tmp_path):
     metrics = tmp_path / "run" / "metrics.jsonl"
     wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") > 8)
     os.kill(worker(process.pid, 1), signal.SIGKILL)
-    code, said = process.wait(timeout=120), (tmp_path / "log").read_text()
-    assert code == 0, said
-    assert "resuming from run/checkpoints/step_" in said
+    code, output = process.wait(timeout=120), (tmp_path / "log").read_text()
+    assert code == 0, output
+    assert "resuming from run/checkpoints/step_" in output
     assert [row["step"] for row in rows(tmp_path / "run")] == list(range(1, 81))
 
 
@@ -285,7 +285,7 @@ main()
 
 @pytest.mark.parametrize(("where", "after"), [("gradients", 0), ("checkpoint", 2)])
 def test_a_rank_that_hangs_is_named(tmp_path, where, after):
-    """Wherever the ranks wait for each other."""
+    """In a step or while saving: wherever the ranks wait for each other."""
     write_text(tmp_path)
     (tmp_path / "hangs.py").write_text(HANGS)
     words = ["hangs.py", where, *SMALL, "rank_timeout=5", "hydra.run.dir=run"]

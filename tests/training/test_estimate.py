@@ -1,4 +1,4 @@
-"""What is foretold, beside what happens."""
+"""Estimates, compared with measurements."""
 
 import gc
 
@@ -62,42 +62,42 @@ def two_steps(
     optimizer = build_optimizer(model, OptimizerConfig(optimizer, **settings), precision)
     for _ in range(2):
         tokens, targets = torch.randint(vocab_size, (2, rows, seq_len)).to(device)
-        for piece, wanted in zip(tokens.split(micro_batch), targets.split(micro_batch), strict=True):
+        for x, y in zip(tokens.split(micro_batch), targets.split(micro_batch), strict=True):
             with auto.autocast(torch.device(device), precision):
-                loss, _ = model(piece, targets=wanted)
+                loss, _ = model(x, targets=y)
             loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
 
-def foretold(vocab_size, shape, step, gpu: bool) -> int:
+def estimated(vocab_size, shape, step, gpu: bool) -> int:
     model = estimate.meta_model(vocab_size, ModelConfig(max_seq_len=step["seq_len"], **shape))
     return estimate.at_peak(estimate.memory(model, documents=False, gpu=gpu, **step))[1]
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_memory_is_the_profilers_within_a_tenth(name):
+def test_estimated_memory_is_the_profilers_within_a_tenth(name):
     vocab_size, shape, changes = CASES[name]
     step = {**STEP, **changes}
     run = dict(step)
     checkpointing = run.pop("activation_checkpointing", False)
-    gc.collect()  # else an earlier test's model might go while we count
+    gc.collect()  # otherwise an earlier test's model might be freed while we measure
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         two_steps("cpu", vocab_size, shape, **run, checkpointing=checkpointing)
     events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
-    now = most = 0
+    now = peak = 0
     for event in sorted(events, key=lambda event: event.start_ns()):
         now += event.nbytes()
-        most = max(most, now)
-    assert foretold(vocab_size, shape, step, gpu=False) == pytest.approx(most, rel=0.1)
+        peak = max(peak, now)
+    assert estimated(vocab_size, shape, step, gpu=False) == pytest.approx(peak, rel=0.1)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("name", CASES)
-def test_memory_is_the_allocators_on_a_gpu(name):
-    """Wider and with more rows, so that the libraries' own workspace does not count."""
+def test_estimated_memory_is_the_allocators_on_a_gpu(name):
+    """Wider and with more rows, so that the workspace of CUDA's libraries is negligible."""
     vocab_size, shape, changes = CASES[name]
     shape = {**shape, "d_model": 4 * shape["d_model"], "d_ff": 4 * shape["d_ff"]}
     step = {**STEP, **changes}
@@ -109,30 +109,30 @@ def test_memory_is_the_allocators_on_a_gpu(name):
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     two_steps("cuda", vocab_size, shape, **run, checkpointing=checkpointing)
-    most = torch.cuda.max_memory_allocated() - before
-    assert foretold(vocab_size, shape, step, gpu=True) == pytest.approx(most, rel=0.15)
+    peak = torch.cuda.max_memory_allocated() - before
+    assert estimated(vocab_size, shape, step, gpu=True) == pytest.approx(peak, rel=0.15)
 
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("positions", ["rope", "learned"])
 def test_parameters_are_exact(tied, positions):
     shape = {**TINY, "max_seq_len": 16, "tied": tied, "positions": positions, "vocab_multiple": 64}
-    real, paper = GPT(300, ModelConfig(**shape)), estimate.meta_model(300, ModelConfig(**shape))
-    assert all(p.is_meta for p in paper.parameters())
-    assert sum(estimate.parameters(paper).values()) == real.n_parameters() == paper.n_parameters()
+    real, meta = GPT(300, ModelConfig(**shape)), estimate.meta_model(300, ModelConfig(**shape))
+    assert all(p.is_meta for p in meta.parameters())
+    assert sum(estimate.parameters(meta).values()) == real.n_parameters() == meta.n_parameters()
 
 
 @pytest.mark.parametrize("changes", [{}, {"tied": True, "n_kv_heads": 1}, {"positions": "learned", "d_ff": 20}])
 def test_flops_are_those_that_torch_counts(changes):
     model = GPT(300, ModelConfig(max_seq_len=16, **{**TINY, **changes}))
-    model.use(MATH)  # the counter does not see into the CPU's kernel
+    model.use(MATH)  # the counter does not count the CPU's fused attention
     tokens = torch.randint(300, (2, 16))
     with FlopCounterMode(display=False) as counter:
         model(tokens, targets=tokens)[0].backward()
     assert counter.get_total_flops() == estimate.flops_per_token(model, 16) * tokens.numel()
 
 
-def test_shares_need_less_and_add_up():
+def test_fsdp_divides_weights_and_optimizer_and_ddp_adds_buckets():
     model = estimate.meta_model(2048, ModelConfig(max_seq_len=128, **DEFAULT))
     step = {**STEP, "documents": False, "gpu": True}
     one, ddp = estimate.memory(model, **step), estimate.memory(model, **step, world=8)
@@ -180,7 +180,7 @@ def what_fits(settings, room: float, *overrides: str) -> dict[str, str] | None:
         (0.001, [], set()),
     ],
 )
-def test_where_it_does_not_fit_the_report_says_what_would(settings, room, given, changes):
+def test_the_report_says_which_settings_would_fit(settings, room, given, changes):
     found = what_fits(settings, room, *given)
     assert (set(found) if found is not None else None) == changes
     if found:
@@ -199,7 +199,7 @@ def test_ranks_must_divide_the_batch(settings):
 
 
 @pytest.mark.parametrize("several", [[], ["micro_batch=1,2", "-m"]])
-def test_a_dry_run_reads_nothing_and_leaves_nothing(tmp_path, several):
+def test_a_dry_run_reads_no_text_and_leaves_no_files(tmp_path, several):
     folder = tmp_path / "empty"
     folder.mkdir()
     words = ["dry_run=true", "experiment=fineweb_124m", "data=files", "data.paths=[nowhere.txt]", *several]
@@ -237,10 +237,10 @@ def test_the_size_of_a_model_is_known_before_it_is_built(arguments, vocab_size):
     numbers = sum(t.nbytes for t in {t.data_ptr(): t for t in (*model.parameters(), *model.buffers())}.values())
     objects = estimate.OBJECTS * arguments["n_layers"]
     assert -4 * arguments["n_heads"] <= n_bytes - objects - numbers  # ALiBi's slopes
-    assert n_bytes - objects - numbers <= 12 * arguments["max_seq_len"] * arguments["d_model"]  # a table being made
+    assert n_bytes - objects - numbers <= 12 * arguments["max_seq_len"] * arguments["d_model"]  # a table being built
 
 
-def test_what_is_larger_than_the_machine_is_refused_in_numbers():
+def test_what_does_not_fit_into_memory_is_refused_with_both_sizes():
     room = estimate.available_memory()
     assert 2**28 < room < 2**60
     estimate.check_fits("a model", room // 2)
@@ -249,10 +249,10 @@ def test_what_is_larger_than_the_machine_is_refused_in_numbers():
             estimate.check_fits("a model", n_bytes)
 
 
-def test_a_step_needs_at_least_a_part_of_what_it_needs():
+def test_the_lower_bound_of_a_steps_memory_is_below_its_estimate():
     for vocab_size, shape, changes in CASES.values():
         step = {**STEP, **changes}
         model = estimate.meta_model(vocab_size, ModelConfig(max_seq_len=step["seq_len"], **shape))
         weights = 4 * model.n_parameters()
         least = estimate.min_step_memory(model, step["rows"], step["micro_batch"], step["seq_len"])
-        assert 0 < least < foretold(vocab_size, shape, step, gpu=False) - weights
+        assert 0 < least < estimated(vocab_size, shape, step, gpu=False) - weights

@@ -20,7 +20,7 @@ def test_every_token_but_the_first_is_scored_once_with_its_context(n, seq_len, s
     assert scored == list(range(1, n))
 
 
-def test_it_is_the_loss_of_one_long_forward_where_the_text_fits(small):
+def test_the_loss_of_a_text_that_fits_is_that_of_one_forward(small):
     model, text = small(), np.random.default_rng(0).integers(17, size=30)
     lengths = np.arange(17)
     tokens = torch.from_numpy(text)[None]
@@ -34,7 +34,7 @@ def test_it_is_the_loss_of_one_long_forward_where_the_text_fits(small):
     assert result.bits_per_byte == pytest.approx(nats.item() / math.log(2) / result.bytes)
 
 
-def test_with_a_stride_of_one_each_token_sees_all_the_context_there_is(small):
+def test_with_stride_one_each_token_has_all_available_context(small):
     model, text = small(), np.random.default_rng(0).integers(17, size=20)
     expected = 0.0
     for t in range(1, 20):
@@ -44,7 +44,7 @@ def test_with_a_stride_of_one_each_token_sees_all_the_context_there_is(small):
     assert result.nats == pytest.approx(expected, rel=1e-5)
 
 
-def test_a_limit_takes_spread_windows_and_leaves_mode_and_randomness_alone(small):
+def test_a_limit_spreads_its_windows_and_keeps_mode_and_rng_state(small):
     model, text = small(dropout=0.5).train(), np.random.default_rng(0).integers(17, size=1000)
     state = torch.get_rng_state()
     read = []

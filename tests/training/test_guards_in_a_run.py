@@ -1,4 +1,4 @@
-"""Numbers that go wrong in a run, found out at once or some steps later."""
+"""Non-finite numbers and spikes in a run, noticed at once or some steps later."""
 
 import json
 import math
@@ -24,17 +24,17 @@ def break_gradient(forward, total):
     return total
 
 
-SELDOM = ["every.log=8", "every.evaluate=8", "every.sample=8"]  # looks at a CPU that plays a GPU
+SELDOM = ["every.log=8", "every.evaluate=8", "every.sample=8"]  # the host looks as rarely as on a GPU
 
 
 @pytest.fixture(params=[1, 16])
 def ahead(request, monkeypatch):
-    """How many steps the host may be ahead of the device."""
+    """How many steps the host may run ahead of the device."""
     monkeypatch.setattr(engine.Engine, "steps_ahead", request.param)
 
 
 @hardware
-def test_a_loss_that_is_not_finite_ends_the_run_before_the_weights_have_it(run):
+def test_a_non_finite_loss_ends_the_run_before_it_reaches_the_weights(run):
     with pytest.raises(ValueError, match=r"the loss of step 2 is .*: first not finite: the .*; step 1 is saved: try"):
         run("hot", "optimizer=adamw", "optimizer.lr=1e30", "optimizer.grad_clip=1e30")
     (path,) = Path("runs/hot").glob("nonfinite_*.json")
@@ -44,7 +44,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_before_the_weights_have_it(run):
 
 
 @pytest.mark.parametrize("step", [1, 4])
-def test_a_batch_whose_numbers_are_not_finite_changes_nothing(run, monkeypatch, step):
+def test_a_batch_with_a_non_finite_gradient_changes_nothing(run, monkeypatch, step):
     plain = ["on_nonfinite=skip"]
     without = run("without", *plain, f"skip_batches=[{step - 1}]")
     with monkeypatch.context() as patch:
@@ -58,7 +58,7 @@ def test_a_batch_whose_numbers_are_not_finite_changes_nothing(run, monkeypatch, 
     assert same(rows(without), rows(skipping))
 
 
-def test_the_run_stops_at_such_a_batch_and_may_go_on_without_it(run, monkeypatch):
+def test_a_run_that_a_non_finite_batch_ended_resumes_without_it(run, monkeypatch):
     without = run("without", "skip_batches=[4]")
     at_step(monkeypatch, 5, break_gradient, times=2)
     with pytest.raises(ValueError, match=r"gradient norm nan: could not be reproduced .*step 4 is saved"):
@@ -67,7 +67,7 @@ def test_the_run_stops_at_such_a_batch_and_may_go_on_without_it(run, monkeypatch
     assert rows(without) == rows(resumed) and same(final(without)[0], final(resumed)[0])
 
 
-def test_too_many_in_a_row_end_the_run(run, monkeypatch):
+def test_too_many_non_finite_steps_in_a_row_end_the_run(run, monkeypatch):
     at_step(monkeypatch, 3, break_gradient, times=3)
     with pytest.raises(ValueError, match=r"the loss of step 5 .*step 4 is saved"):
         run("one", "on_nonfinite=skip", "max_skips=2")
@@ -75,8 +75,8 @@ def test_too_many_in_a_row_end_the_run(run, monkeypatch):
 
 @hardware
 @pytest.mark.parametrize(("step", "every"), [(7, 1), (5, 3), (5, 100)])
-def test_after_a_jump_the_run_goes_back_and_ends_as_without_that_batch(run, monkeypatch, step, every):
-    """With dropout; from a checkpoint before, or from the beginning."""
+def test_after_a_spike_a_run_rolls_back_and_ends_as_without_that_batch(run, monkeypatch, step, every):
+    """With dropout; it rolls back to an earlier checkpoint or to the start."""
     options = ["spike_window=3", "spike_sigmas=50", f"every.checkpoint={every}"]
     without = run("without", *options, f"skip_batches=[{step - 1}]")
     at_step(monkeypatch, step, lambda _, total: total * 10)
@@ -90,8 +90,8 @@ def test_after_a_jump_the_run_goes_back_and_ends_as_without_that_batch(run, monk
 
 
 @pytest.mark.parametrize("every", [1, 2, 100])
-def test_losses_that_go_on_jumping_end_the_run_where_it_can_go_on(run, monkeypatch, every):
-    """However often it saves; another text from step 5 on, say."""
+def test_repeated_spikes_end_the_run_where_it_can_resume(run, monkeypatch, every):
+    """However often it saves. Another text from step 5 on would be such a case."""
     options = ["spike_window=3", "spike_sigmas=10", f"every.checkpoint={every}", "steps=12"]
     without = run("without", *options, "skip_batches=[4,5,6]")
     steps, lr_factor, gradients = [], train.lr_factor, one_step.compute_gradients
@@ -105,7 +105,7 @@ def test_losses_that_go_on_jumping_end_the_run_where_it_can_go_on(run, monkeypat
     assert final(back)[1]["guard"]["spikes"] == 3
 
 
-def test_there_is_something_to_go_back_to_in_a_run_that_began_elsewhere(run, monkeypatch):
+def test_a_run_resumed_into_a_new_folder_can_roll_back_to_its_start(run, monkeypatch):
     first = run("first", "stop_after=3")
     options = [f"resume={first}", "every.checkpoint=100", "spike_window=2", "spike_sigmas=50"]
     without = run("without", *options, "skip_batches=[4]")
@@ -114,7 +114,7 @@ def test_there_is_something_to_go_back_to_in_a_run_that_began_elsewhere(run, mon
     assert same(final(without)[0], final(back)[0])
 
 
-def test_with_nothing_to_go_back_to_the_batch_is_skipped(run, monkeypatch, capsys):
+def test_without_a_checkpoint_to_roll_back_to_the_batch_is_skipped(run, monkeypatch, capsys):
     options = ["spike_window=3", "spike_sigmas=50"]
     without = run("without", *options, "skip_batches=[4]")
 
@@ -130,8 +130,8 @@ def test_with_nothing_to_go_back_to_the_batch_is_skipped(run, monkeypatch, capsy
 
 @hardware
 @pytest.mark.parametrize("stop", [3, 5])
-def test_fp16_skips_what_its_scale_was_too_large_for_and_remembers_the_scale(run, monkeypatch, stop):
-    """Here with fp32: an overflow is counted and halves the scale, and resuming changes nothing."""
+def test_an_fp16_overflow_skips_the_step_and_the_scale_is_saved(run, monkeypatch, stop):
+    """In fp32 here: an overflow is counted and halves the loss scale, and resuming changes nothing."""
     real = torch.amp.GradScaler
     monkeypatch.setattr(torch.amp, "GradScaler", lambda device, enabled: real(device, enabled=True))
 
@@ -152,12 +152,12 @@ def test_fp16_skips_what_its_scale_was_too_large_for_and_remembers_the_scale(run
     assert equal(whole, part("parts", 4 - stop, "resume=auto"))
 
 
-def test_jumps_are_counted(run, monkeypatch):
+def test_spikes_are_counted(run, monkeypatch):
     at_step(monkeypatch, 5, lambda _, total: total * 10)
     assert [row["spikes"] for row in rows(run("one", "spike_window=3", "spike_sigmas=50"))] == [0, 0, 0, 1, 1]
 
 
-def test_a_step_that_is_found_out_late_changes_as_little(run, monkeypatch, ahead):
+def test_a_bad_step_that_is_noticed_late_changes_nothing(run, monkeypatch, ahead):
     without = run("without", *SELDOM, "skip_batches=[2]")
     with monkeypatch.context() as patch:
         at_step(patch, 3, break_gradient)
@@ -166,7 +166,7 @@ def test_a_step_that_is_found_out_late_changes_as_little(run, monkeypatch, ahead
     assert same(final(without)[1]["optimizer"], final(skipping)[1]["optimizer"])
 
 
-def test_a_run_that_stops_late_is_saved_as_before_that_step(run, monkeypatch, ahead):
+def test_a_run_that_stops_late_is_saved_as_it_was_before_the_bad_step(run, monkeypatch, ahead):
     before = run("before", *SELDOM, "stop_after=2")
     with monkeypatch.context() as patch:
         at_step(patch, 3, break_gradient)
@@ -174,11 +174,11 @@ def test_a_run_that_stops_late_is_saved_as_before_that_step(run, monkeypatch, ah
             run("stopping", *SELDOM)
     (weights, state), (others, other_state) = final(before), final(Path("runs/stopping"))
     for memory in (state, other_state):
-        memory["optimizer"] = memory["optimizer"]["state"]  # the rate is set anew in each step
+        memory["optimizer"] = memory["optimizer"]["state"]  # lr is set in every step
     assert same(weights, others) and all(same(state[name], other_state[name]) for name in REMEMBERED)
 
 
-def test_a_jump_that_is_found_out_late_is_gone_back_from(run, monkeypatch, ahead):
+def test_a_spike_that_is_noticed_late_is_rolled_back(run, monkeypatch, ahead):
     options = ["spike_window=3", "spike_sigmas=50", "every.checkpoint=4", *SELDOM]
     without = run("without", *options, "skip_batches=[4]")
     with monkeypatch.context() as patch:
@@ -187,7 +187,7 @@ def test_a_jump_that_is_found_out_late_is_gone_back_from(run, monkeypatch, ahead
     assert same(final(without)[0], final(back)[0]) and final(back)[1]["guard"]["skip"] == [4]
 
 
-def test_a_signal_is_heard_while_the_device_is_behind(run, monkeypatch, ahead):
+def test_a_signal_is_handled_while_the_device_is_behind(run, monkeypatch, ahead):
     whole = run("whole", *SELDOM)
     with monkeypatch.context() as patch:
         at_step(patch, 3, lambda _, total: os.kill(os.getpid(), signal.SIGTERM) or total)
@@ -199,7 +199,7 @@ def test_a_signal_is_heard_while_the_device_is_behind(run, monkeypatch, ahead):
 @needs_torch_compile
 @pytest.mark.parametrize("how", ["adamw", "muon", "fp16", "compiled"])
 def test_a_steady_step_reads_nothing_back_from_the_device(run, monkeypatch, how):
-    """Where the device is a GPU, each reading would wait for it; a step that reports reads."""
+    """On a GPU each read would wait for the device. Only a step that reports may read."""
     if how == "fp16":
         real = torch.amp.GradScaler
         monkeypatch.setattr(torch.amp, "GradScaler", lambda device, enabled: real(device, enabled=True))

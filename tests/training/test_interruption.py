@@ -9,7 +9,7 @@ from training.interruption import TIME_IS_UP, Interruption
 
 
 @pytest.mark.parametrize("number", interruption.SIGNALS)
-def test_a_signal_is_kept_until_asked_for_and_handlers_come_back(number):
+def test_a_signal_is_remembered_and_the_old_handlers_are_restored(number):
     before = signal.getsignal(number)
     with Interruption(None, time.monotonic()) as interrupted:
         assert interrupted.stop_requested() == 0
@@ -20,7 +20,7 @@ def test_a_signal_is_kept_until_asked_for_and_handlers_come_back(number):
 
 
 @pytest.mark.parametrize("names", ["HUP HUP HUP", "TERM HUP HUP", "HUP TERM HUP", "HUP INT"])
-def test_a_terminal_that_closes_ends_no_process_at_once_however_often_it_says_so(monkeypatch, names):
+def test_a_closing_terminal_kills_no_process_however_often_it_signals(monkeypatch, names):
     numbers, ended = [signal.Signals[f"SIG{name}"] for name in names.split()], []
     with Interruption(None, time.monotonic()) as interrupted:
         monkeypatch.setattr(os, "kill", lambda _, number: ended.append(number))
@@ -30,7 +30,7 @@ def test_a_terminal_that_closes_ends_no_process_at_once_however_often_it_says_so
         assert interrupted.stop_requested() == next((one for one in numbers if one != signal.SIGHUP), signal.SIGHUP)
 
 
-def test_torchrun_may_pass_a_signal_on_and_only_a_later_one_ends_a_rank(monkeypatch):
+def test_a_signal_forwarded_by_torchrun_is_not_the_second_one(monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     before, now, ended = signal.getsignal(signal.SIGINT), [100.0], []
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
@@ -62,7 +62,7 @@ def test_a_hangup_that_nohup_ignores_stays_ignored():
         signal.signal(signal.SIGHUP, before)
 
 
-def test_the_time_is_up_before_a_step_of_the_longest_duration_would_pass_it(monkeypatch):
+def test_the_time_limit_leaves_room_for_one_more_of_the_longest_steps(monkeypatch):
     now = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     with Interruption(60.0, began=90.0) as interrupted:
@@ -80,6 +80,6 @@ def test_a_time_limit_is_read(limit, expected):
 
 
 @pytest.mark.parametrize("limit", ["", "3", "3h50", "50m3h", "-1s", "1.5h", 400 * "9" + "d"])
-def test_what_is_no_time_limit_is_refused(settings, limit):
+def test_an_invalid_time_limit_is_refused(settings, limit):
     with pytest.raises(ValueError, match="max_time must look like 3h50m"):
         settings(f"max_time='{limit}'")

@@ -1,4 +1,4 @@
-"""Sweeps, SLURM, and the whole story on the command line."""
+"""Sweeps, SLURM, and a complete session on the command line."""
 
 import json
 import subprocess
@@ -47,7 +47,7 @@ def test_the_jobs_of_a_multirun_are_runs_of_one_group(tmp_path, monkeypatch):
 
 
 def test_a_sweep_goes_through_submitit(tmp_path):
-    """The launcher of SLURM, with submitit's executor for this machine in its place; then once more, to go on."""
+    """With submitit's local executor in place of SLURM's; the second launch resumes the first."""
     small = ["experiment=smoke", "every.sample=100", "hydra.sweep.dir=sweep", "hydra/launcher=submitit_local"]
     for steps, seeds in ((2, "3"), (4, "3,4")):
         more = [f"steps={steps}", "schedule.warmup=1", "hydra.launcher.timeout_min=5"]
@@ -60,15 +60,15 @@ def test_a_sweep_goes_through_submitit(tmp_path):
 
 
 @hardware
-def test_the_whole_story_on_the_command_line(tmp_path):
-    """`experiment=smoke`, then its checkpoint moved away and used without corpus, from another folder."""
+def test_training_evaluating_and_generating_from_the_command_line(tmp_path):
+    """`experiment=smoke`; its checkpoint is then moved, and used from another folder without the corpus."""
 
-    def anew(*arguments, cwd=tmp_path):  # finding its modules by itself
+    def fresh(*arguments, cwd=tmp_path):  # a process that has to find its modules by itself
         result = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, cwd=cwd, timeout=120)
         assert result.returncode == 0, result.stderr
         return result
 
-    out = anew(str(REPOSITORY / "train.py"), "experiment=smoke", "precision=bf16").stdout
+    out = fresh(str(REPOSITORY / "train.py"), "experiment=smoke", "precision=bf16").stdout
     (folder,) = (tmp_path / "runs").iterdir()
     for expected in ("37,184 parameters", "step 20/20", " bpb) |", "def ", str(folder.name)):
         assert expected in out
@@ -85,7 +85,7 @@ def test_the_whole_story_on_the_command_line(tmp_path):
     for name in ("model", "conf", "data"):  # names that are ours too
         (away / name).mkdir(parents=True)
     arguments = ["-m", "scripts.generate", f"checkpoint={elsewhere}", "max_new_tokens=140", "num_samples=2"]
-    first, second = (start(*arguments, "--", "To", "be,", cwd=away) for start in (anew, command))
+    first, second = (start(*arguments, "--", "To", "be,", cwd=away) for start in (fresh, command))
     assert first.stdout == second.stdout
     assert first.stdout.count("To be,") == 2
     slides, report = first.stderr.splitlines()

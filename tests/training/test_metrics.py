@@ -27,10 +27,10 @@ def steps(path) -> list[int]:
     return [json.loads(line)["step"] for line in path.read_text().splitlines()]
 
 
-def test_rows_for_which_there_is_no_room_wait_and_are_written_in_order(tmp_path):
-    """The disk takes half of the second row; what stands in the file is whole rows at any time."""
-    path, said = tmp_path / "metrics.jsonl", []
-    log = MetricsLog(path, 0, said.append)
+def test_rows_wait_while_the_disk_is_full_and_are_written_in_order(tmp_path):
+    """The disk has room for half of the second row; the file holds complete rows at any time."""
+    path, warnings = tmp_path / "metrics.jsonl", []
+    log = MetricsLog(path, 0, warnings.append)
     log.write({"step": 1, "text": "x" * 100})
     limit, most = resource.getrlimit(resource.RLIMIT_FSIZE)
     before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -43,7 +43,7 @@ def test_rows_for_which_there_is_no_room_wait_and_are_written_in_order(tmp_path)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, most))
         signal.signal(signal.SIGXFSZ, before)
-    assert len(said) == 1 and str(path) in said[0]
+    assert len(warnings) == 1 and str(path) in warnings[0]
     assert [row["step"] for row in log.waiting] == [2, 3, 4]
     log.write({"step": 5})
     assert steps(path) == [1, 2, 3, 4, 5] and not log.waiting
@@ -61,17 +61,17 @@ def test_rewinding_drops_rows_on_the_disk_and_rows_that_wait(tmp_path):
     assert steps(tmp_path / "metrics.jsonl") == [1, 2]
 
 
-def test_a_disk_that_cannot_be_waited_for_ends_nothing(tmp_path, monkeypatch):
+def test_a_disk_on_which_fsync_fails_does_not_end_the_run(tmp_path, monkeypatch):
     def fail(descriptor):
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    said = []
-    log = MetricsLog(tmp_path / "metrics.jsonl", 0, said.append)
+    warnings = []
+    log = MetricsLog(tmp_path / "metrics.jsonl", 0, warnings.append)
     monkeypatch.setattr(os, "fsync", fail)
     log.write({"step": 1})
     log.sync()
     log.sync()
-    assert len(said) == 1 and "Input/output error" in said[0]
+    assert len(warnings) == 1 and "Input/output error" in warnings[0]
 
 
 def test_without_a_terminal_every_report_is_a_plain_line(capsys):
@@ -96,7 +96,7 @@ def test_the_line_on_a_terminal_fits_80_columns():
     assert len(text) <= 80
 
 
-def test_a_stopwatch_stands_still_while_it_is_paused(monkeypatch):
+def test_a_paused_stopwatch_does_not_run(monkeypatch):
     now = [0.0]
     monkeypatch.setattr("training.metrics.time.perf_counter", lambda: now[0])
     watch = Stopwatch()
@@ -109,5 +109,5 @@ def test_a_stopwatch_stands_still_while_it_is_paused(monkeypatch):
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(0, "0:00"), (59.6, "1:00"), (3661, "1:01:01")])
-def test_durations(seconds, text):
+def test_a_duration_is_hours_minutes_and_seconds(seconds, text):
     assert duration(seconds) == text

@@ -1,4 +1,4 @@
-"""What a checkpoint says of its text is checked before a corpus is looked for."""
+"""The text settings of a checkpoint are checked before its corpus is searched for."""
 
 from pathlib import Path
 
@@ -31,7 +31,7 @@ TOKENIZER |= dict.fromkeys(("vocab_size", "pattern", "encoding", "path", "bos_to
         ("tokenizer", {"special": []}),
     ],
 )
-def test_settings_of_a_text_with_wrong_values_are_a_line_with_the_file(name, changes):
+def test_wrong_text_settings_are_reported_in_one_line_with_the_file(name, changes):
     about = {"data": DATA, "tokenizer": TOKENIZER}
     checkpoint.text_of(about, Path("run"))
     for wrong in (about[name] | changes, {key: about[name][key] for key in about[name] if key not in changes}):
@@ -51,7 +51,7 @@ def test_settings_of_a_text_with_wrong_values_are_a_line_with_the_file(name, cha
         ("tokenizer", {"kind": "tiktoken"}, "tokenizer=tiktoken needs tokenizer.encoding"),
     ],
 )
-def test_settings_of_a_text_that_lack_what_their_kind_needs_are_a_line(name, changes, lacking):
+def test_missing_text_settings_are_reported_in_one_line_with_the_file(name, changes, lacking):
     about = {"data": DATA, "tokenizer": TOKENIZER}
     with pytest.raises(ValueError, match=rf"^{name} in run/model.json is damaged: {lacking}.*$"):
         checkpoint.text_of(about | {name: about[name] | changes}, Path("run"))

@@ -28,7 +28,7 @@ def test_a_weight_that_is_not_finite_is_named(small, name):
 @pytest.mark.parametrize("name", ["blocks.0.attention.wv", "blocks.1.feed_forward.up", "head"])
 @pytest.mark.parametrize("micro_batch", [0, 1])
 def test_the_first_output_that_is_not_finite_is_named(small, name, micro_batch):
-    """With dropout, so that only the same random numbers lead there again."""
+    """With dropout, so that only the same random numbers reproduce it."""
     model = small(dropout=0.3).float().train()
     module, calls = model.get_submodule(name), []
 
@@ -47,7 +47,7 @@ def test_the_first_output_that_is_not_finite_is_named(small, name, micro_batch):
 
 
 def test_the_first_gradient_that_is_not_finite_is_named(small):
-    """The backward comes from the end: the block behind the fault has finite gradients."""
+    """The backward starts at the end: the block after the fault has finite gradients."""
     model = small().float()
 
     class Fault(torch.autograd.Function):
@@ -65,13 +65,13 @@ def test_the_first_gradient_that_is_not_finite_is_named(small):
     assert found["module"] == "blocks.0.feed_forward.down" and "gradient" in found["tensor"]
 
 
-def test_what_does_not_happen_again_is_said_to(small):
+def test_a_fault_that_cannot_be_reproduced_is_reported_as_such(small):
     found = nonfinite.find_origin(small().float(), pieces(2), PLAIN, Generators().state())
     assert nonfinite.describe(found) == "could not be reproduced by replaying the step"
 
 
 def out_of_memory_above(model, rows: int):
-    """A model that fits no more than so many rows."""
+    """A model that runs out of memory with more than `rows` rows."""
 
     def forward(tokens, targets):
         if len(tokens) > rows:

@@ -1,4 +1,4 @@
-"""What earlier versions saved is read under today's names."""
+"""Files saved by earlier versions are read under the present names."""
 
 import json
 
@@ -22,7 +22,7 @@ FORMER = {(key, name): value for (key, value), name in older.VALUES.items()}
 
 
 def as_before(saved):
-    """Under the names of format 1."""
+    """The same with the names of format 1."""
     if isinstance(saved, list):
         return [as_before(item) for item in saved]
     if not isinstance(saved, dict):
@@ -52,7 +52,7 @@ def make_older(run):
 
 
 @pytest.mark.parametrize("optimizer", ["muon", "adamw"])
-def test_a_run_of_format_1_resumes_to_the_bit(run, optimizer):
+def test_a_run_of_format_1_resumes_bit_for_bit(run, optimizer):
     options = [f"optimizer={optimizer}", "attention=math", "kernels=false", "compile=false", "model.qk_norm=true"]
     whole = run("whole", *options)
     parts = run("parts", *options, "stop_after=3")
@@ -83,6 +83,6 @@ def test_a_resumed_run_keeps_settings_under_former_names(tmp_path):
         ("attention=written", r"got written \(it is called math now\)"),
     ],
 )
-def test_a_former_name_gets_the_name_of_today(settings, word, hint):
+def test_the_error_for_a_former_name_gives_the_present_one(settings, word, hint):
     with pytest.raises(ValueError, match=hint):
         settings(word)

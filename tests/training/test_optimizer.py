@@ -27,11 +27,11 @@ def changes(model, optimizer) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_every_weight_is_of_one_kind_and_only_matrices_and_the_head_decay(small, tied):
+def test_every_weight_is_in_one_group_and_only_matrices_and_head_decay(small, tied):
     model = small(tied=tied, qk_norm=True, positions="learned")
     names = {id(p): name for name, p in model.named_parameters()}
     kinds = {g["name"]: [names[id(p)] for p in g["params"]] for g in parameter_groups(model, **RATES, weight_decay=0.1)}
-    assert sorted(name for some in kinds.values() for name in some) == sorted(names.values())
+    assert sorted(name for group in kinds.values() for name in group) == sorted(names.values())
     assert all(".w" in n or ".gate" in n or ".up" in n or ".down" in n for n in kinds["matrices"])
     assert all("norm" in n for n in kinds["norms"])
     assert kinds["embeddings"] == ["embedding.weight", "position_embedding.table.weight"]
@@ -41,20 +41,20 @@ def test_every_weight_is_of_one_kind_and_only_matrices_and_the_head_decay(small,
 
 
 @pytest.mark.parametrize("shape", [(3, 8, 8), (2, 8, 20), (1, 1, 5)])
-def test_newton_schulz_brings_every_singular_value_near_one_and_keeps_the_singular_vectors(shape):
+def test_newton_schulz_keeps_singular_vectors_and_brings_values_near_1(shape):
     x = torch.randn(shape, dtype=torch.float64)
     u, _, v = torch.linalg.svd(x, full_matrices=False)
-    core = u.mT @ orthogonalised(x) @ v.mT  # what is left in the singular vectors' own coordinates
+    core = u.mT @ orthogonalised(x) @ v.mT  # in the coordinates of the singular vectors
     values = core.diagonal(dim1=-2, dim2=-1)
     assert (core - torch.diag_embed(values)).abs().max() < 1e-9
     assert values.min() > 0.5 and values.max() < 1.3
 
 
 @pytest.mark.parametrize(("dtype", "near"), [(torch.float64, 1e-9), (torch.float32, 1e-3), (torch.bfloat16, 0.1)])
-@pytest.mark.parametrize("columns", [24, 70])  # whether rows count, decides how it is computed
+@pytest.mark.parametrize("columns", [24, 70])  # wide matrices are computed in another way
 @pytest.mark.parametrize("smallest", [1.0, 1e-2, 1e-5, 0.0])
 def test_newton_schulz_is_its_polynomial_of_every_singular_value(dtype, near, smallest, columns):
-    """For matrices that lack a direction too, and for none at all."""
+    """Also for matrices without full rank, and for zero."""
     u, _, v = torch.linalg.svd(torch.randn(4, 24, columns, dtype=torch.float64), full_matrices=False)
     values = torch.linspace(1, smallest, 24, dtype=torch.float64).expand(4, 24).clone()
     values[3] = 0
@@ -65,7 +65,7 @@ def test_newton_schulz_is_its_polynomial_of_every_singular_value(dtype, near, sm
     assert (found - u * expected.unsqueeze(1) @ v).abs().max() < near
 
 
-def test_muon_moves_each_head_equally_far_in_every_direction_however_large_its_gradient(small):
+def test_muon_moves_every_head_by_lr_however_large_its_gradient(small):
     model = small(d_model=16, n_heads=2, d_ff=24)
     give_gradients(model)
     wq = model.blocks[0].attention.wq.weight
@@ -77,11 +77,11 @@ def test_muon_moves_each_head_equally_far_in_every_direction_however_large_its_g
     for head in change["blocks.0.attention.wo.weight"].view(16, 2, 8).unbind(1):
         assert torch.linalg.svdvals(head).max() / 0.02 < 1.3
     up = torch.linalg.svdvals(change["blocks.0.feed_forward.up.weight"]) / 0.02
-    assert up.max() / math.sqrt(24 / 16) < 1.3  # farther, where there are more outputs than inputs
+    assert up.max() / math.sqrt(24 / 16) < 1.3  # a larger update, since it has more outputs than inputs
 
 
-def test_muon_equals_torchs_muon_where_a_matrix_is_one_piece(small):
-    """Feed-forward matrices, over three steps; torch's iterates in bfloat16."""
+def test_muon_equals_torchs_muon_on_feed_forward_matrices(small):
+    """Over three steps. These matrices are not split into heads; torch's Muon iterates in bfloat16."""
     model = small(d_model=16, n_heads=2, d_ff=24)
     other = copy.deepcopy(model)
     ours = muon(model, weight_decay=0.1)
@@ -98,7 +98,7 @@ def test_muon_equals_torchs_muon_where_a_matrix_is_one_piece(small):
             torch.testing.assert_close(a, b, rtol=0, atol=2e-3)
 
 
-def test_the_rest_moves_as_by_adamw_each_kind_at_its_own_rate(small):
+def test_all_other_weights_move_as_with_adamw_each_group_at_its_own_lr(small):
     model = small(d_model=16, n_heads=2, qk_norm=True)
     optimizer = muon(model)
     give_gradients(model)
@@ -108,11 +108,11 @@ def test_the_rest_moves_as_by_adamw_each_kind_at_its_own_rate(small):
     assert change["head.weight"].abs().max() == pytest.approx(0.03 * WIDTH / 16, rel=1e-3)
 
 
-def test_gains_move_as_by_torchs_adamw(small):
+def test_norm_weights_move_as_with_torchs_adamw(small):
     model = small(qk_norm=True)
     other, optimizer = copy.deepcopy(model), muon(model, weight_decay=0.1)
-    gains = [p for name, p in other.named_parameters() if "norm" in name]
-    theirs = torch.optim.AdamW(gains, lr=0.004, betas=(0.9, 0.95), eps=1e-10, weight_decay=0.0)
+    norm_weights = [p for name, p in other.named_parameters() if "norm" in name]
+    theirs = torch.optim.AdamW(norm_weights, lr=0.004, betas=(0.9, 0.95), eps=1e-10, weight_decay=0.0)
     for _ in range(3):
         give_gradients(model)
         for a, b in zip(model.parameters(), other.parameters(), strict=True):
@@ -123,7 +123,7 @@ def test_gains_move_as_by_torchs_adamw(small):
             torch.testing.assert_close(a, b)
 
 
-def test_every_groups_rate_is_its_peak_times_the_factor(small):
+def test_the_lr_of_each_group_is_its_initial_lr_times_the_factor(small):
     model = small()
     optimizer, scaler = muon(model), torch.amp.GradScaler("cpu", enabled=False)
     give_gradients(model)
@@ -133,8 +133,8 @@ def test_every_groups_rate_is_its_peak_times_the_factor(small):
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])
-def test_what_it_remembers_is_all_that_it_needs(small, name):
-    """A copy from weights and state takes the same steps."""
+def test_a_state_dict_holds_all_that_the_optimizer_needs(small, name):
+    """A copy made from weights and state dict takes the same steps."""
     model = small(tied=True)
     settings = RATES | {"betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1, "momentum": 0.9}
     optimizer = build_optimizer(model, OptimizerConfig(name, **settings))

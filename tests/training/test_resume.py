@@ -1,4 +1,4 @@
-"""Resuming: as if nothing had happened, and only what it may go on with."""
+"""Resuming: bit for bit as without the stop, and refused if the settings do not fit."""
 
 import json
 import os
@@ -23,8 +23,8 @@ def half_as_long(state: dict):
 
 @hardware
 @pytest.mark.parametrize("stop", [1, 3, 4, 7])
-def test_stopping_and_resuming_is_never_having_stopped(run, stop):
-    """Bit for bit in weights, optimizer, random state and rows; with dropout, accumulation and an epoch's edge."""
+def test_a_resumed_run_equals_one_that_never_stopped(run, stop):
+    """Bit for bit in weights, optimizer, random state and rows; with dropout, accumulation, an epoch's end."""
     whole = run("whole")
     assert rows(whole)[-1]["epoch"] > 1
     parts = run("parts", f"stop_after={stop}")
@@ -38,29 +38,29 @@ def test_stopping_and_resuming_is_never_having_stopped(run, stop):
 
 
 @pytest.mark.parametrize("stop", [2, 3])
-def test_rows_that_grow_are_resumed_and_a_step_up_is_no_jump(run, monkeypatch, stop):
-    """Rows of 8, 16 and 32 tokens, before and behind the stop; what has seen none so long may lose more at first."""
+def test_sequence_length_warmup_resumes_and_longer_rows_are_no_spike(run, monkeypatch, stop):
+    """Rows of 8, 16 and 32 tokens, before and after the stop. The loss may rise when rows become longer."""
     lengths, real = [], one_step.compute_gradients
 
     def watched(*arguments, **options):
         lengths.append(options["row_length"])
         real(*arguments, **options)
-        return torch.tensor(128.0 * lengths[-1] * (1 + 0.01 * (len(lengths) % 2)))  # it jumps where rows grow
+        return torch.tensor(128.0 * lengths[-1] * (1 + 0.01 * (len(lengths) % 2)))  # rises when rows become longer
 
     monkeypatch.setattr(one_step, "compute_gradients", watched)
-    growing = ["seq_len_warmup=0.75", "spike_window=2", "on_spike=rollback", "spike_sigmas=10", "every.log=1"]
-    whole, parts = run("whole", *growing), run("parts", *growing, f"stop_after={stop}")
+    warmup = ["seq_len_warmup=0.75", "spike_window=2", "on_spike=rollback", "spike_sigmas=10", "every.log=1"]
+    whole, parts = run("whole", *warmup), run("parts", *warmup, f"stop_after={stop}")
     assert lengths == [8] * 3 + [16] * 3 + [32] * 2 + lengths[:stop]
-    run("parts", *growing, "resume=auto")
+    run("parts", *warmup, "resume=auto")
     assert rows(parts) == rows(whole) and same(final(parts)[0], final(whole)[0])
     assert rows(whole)[-1]["spikes"] == 0 and len(final(whole)[1]["guard"]["losses"]) == 2
 
 
-def test_a_resumed_run_says_what_has_changed_and_follows_it(run, capsys):
+def test_a_resumed_run_reports_changed_settings_and_uses_them(run, capsys):
     folder = run("one", "stop_after=4")
     run("one", "resume=auto", "optimizer.weight_decay=0.3", "optimizer.betas=[0.8,0.9]")
-    said = capsys.readouterr().out
-    assert "changed setting: optimizer.weight_decay was 0.0, is now 0.3" in said
+    output = capsys.readouterr().out
+    assert "changed setting: optimizer.weight_decay was 0.0, is now 0.3" in output
     group = final(folder)[1]["optimizer"]["param_groups"][0]
     assert group["weight_decay"] == 0.3 and list(group["betas"]) == [0.8, 0.9]
 
@@ -75,9 +75,9 @@ def test_a_resumed_run_says_what_has_changed_and_follows_it(run, capsys):
         lambda saved: half_as_long(saved["optimizer"]["state"][0]),
         lambda saved: saved["optimizer"].update(param_groups=[{"name": "weights"}]),
     ],
-    ids=["random state", "guard", "a weight too many", "half a moment", "groups"],
+    ids=["random state", "guard", "one weight too many", "truncated moments", "groups"],
 )
-def test_what_training_cannot_go_on_with_is_one_line(run, monkeypatch, damage, patience):
+def test_a_training_state_that_does_not_fit_is_refused_in_one_line(run, monkeypatch, damage, patience):
     run("one", "stop_after=1")
     real = checkpoint.load_training
 
@@ -114,12 +114,12 @@ def test_a_corpus_outlives_the_text_that_it_was_made_from(run, tmp_path, capsys,
         words.rename(tmp_path / "moved.txt")
     else:
         words.unlink()
-    told = {"moved": ["data.paths=[moved.txt]"], "given": ["data=corpus", f"data.paths=[{corpus}]"]}
-    run("parts", "every.checkpoint=4", "resume=auto", *told.get(what, []))
-    said = capsys.readouterr().out
-    assert "preparing" not in said
-    assert ("the text is not here any more: taking corpora/" in said) == (what == "gone")
-    assert ("the text is as it was: taking corpora/" in said) == (what in ("newer", "moved"))
+    changes = {"moved": ["data.paths=[moved.txt]"], "given": ["data=corpus", f"data.paths=[{corpus}]"]}
+    run("parts", "every.checkpoint=4", "resume=auto", *changes.get(what, []))
+    output = capsys.readouterr().out
+    assert "preparing" not in output
+    assert ("the text is not here any more: taking corpora/" in output) == (what == "gone")
+    assert ("the text is as it was: taking corpora/" in output) == (what in ("newer", "moved"))
     assert rows(parts) == rows(whole) and same(final(parts)[0], final(whole)[0])
 
 
@@ -134,8 +134,8 @@ def test_a_run_knows_its_corpus_from_any_folder(run, tmp_path, monkeypatch):
     assert shown.returncode == 0 and "times" in shown.stdout, shown.stderr
 
 
-def test_what_differs_is_said_at_once_before_any_text_and_can_be_pasted(run, settings, monkeypatch):
-    """Also where null became a mapping, and where values need quotes of Hydra and of the shell."""
+def test_differing_settings_are_reported_at_once_and_can_be_pasted(run, settings, monkeypatch):
+    """Before any text is read; also if null became a mapping, or a value needs quotes for Hydra and the shell."""
     odd = """sample.prompt='it\\'s 7 "times", ü={1}'"""
     run("one", "stop_after=4", "model.theta=3", "model.n_layers=1", "optimizer=adamw", odd)
     with monkeypatch.context() as patch:
@@ -168,7 +168,7 @@ def test_any_two_values_of_a_setting_can_be_compared(before, now, what):
     assert list(run_folder.differences(before, now)) == what
 
 
-def test_a_damaged_checkpoint_is_passed_over(run, capsys):
+def test_a_damaged_checkpoint_is_skipped(run, capsys):
     whole = run("whole", "every.checkpoint=4")
     other = run("other", "every.checkpoint=4")
     (other / "checkpoints" / "step_00000008" / "training.pt").write_bytes(b"")
@@ -187,7 +187,7 @@ def test_two_runs_do_not_share_a_folder(run):
         run("one", "resume=runs/two")
 
 
-def test_resuming_from_a_path_is_a_new_run(run):
+def test_resuming_from_a_path_starts_a_new_run(run):
     first = run("first", "stop_after=4")
     before = (first / "metrics.jsonl").read_text()
     fork = run("fork", f"resume={first}")
@@ -207,7 +207,7 @@ def test_a_finished_run_has_nothing_left_to_do(run, capsys):
 
 
 @hardware
-def test_a_run_on_packed_documents_resumes_to_the_bit_and_learns_from_other_rows(run):
+def test_packed_documents_resume_bit_for_bit_and_differ_from_a_stream(run):
     packed = ["packing=documents", "data.separator='\\n'"]
     whole, parts = run("whole", *packed), run("parts", *packed, "stop_after=3")
     run("parts", *packed, "resume=auto")
@@ -217,7 +217,7 @@ def test_a_run_on_packed_documents_resumes_to_the_bit_and_learns_from_other_rows
 
 
 @pytest.mark.parametrize("packing", ["stream", "documents"])
-def test_epochs_are_so_many_passes_over_the_text_and_schedule_and_resuming_follow(run, capsys, packing):
+def test_epochs_set_the_number_of_steps_for_schedule_and_resuming_too(run, capsys, packing):
     options = [f"packing={packing}", "data.separator='\\n'", "every.log=1"]
     epochs = run("epochs", *options, "steps=null", "epochs=1.5")
     last = rows(epochs)[-1]
@@ -249,7 +249,7 @@ def test_epochs_of_a_mixture_are_passes_over_all_of_it(run):
 
 
 def test_a_finished_run_can_be_made_longer(run):
-    """As if it had never been shorter but for the learning rates that it has seen."""
+    """It continues like a run of that length, except for the learning rates of the steps before."""
     run("one")
     folder = run("one", "resume=auto", "steps=12")
     assert [row["step"] for row in rows(folder)] == [2, 3, 4, 6, 8, 9, 10, 12]
@@ -257,7 +257,7 @@ def test_a_finished_run_can_be_made_longer(run):
 
 
 @hardware
-def test_a_run_may_begin_with_the_weights_of_another(run):
+def test_a_run_can_start_with_the_weights_of_another(run):
     first = run("first", "stop_after=4", "tokenizer=chars")
     options = ["tokenizer=chars", f"init_from={first}", "optimizer=adamw", "optimizer.lr=1e-9", "stop_after=1"]
     tuned = run("tuned", *options, "model.dropout=0")
@@ -272,7 +272,7 @@ def test_a_run_may_begin_with_the_weights_of_another(run):
         ValueError, match=rf"has {these} model.theta=10000.0, this run {those} model.theta=3.0: they must"
     ):
         run("other", *options, "model.d_ff=40", "model.theta=3")
-    assert run("begun", *options, "model.zero_init=true").is_dir()  # which has no bearing on weights that are there
+    assert run("started", *options, "model.zero_init=true").is_dir()  # not used when there are weights
     with pytest.raises(ValueError, match="resume or with init_from, got both"):
         run("other", *options, f"resume={first}")
     with pytest.raises(ValueError, match="there is no checkpoint at nowhere"):

@@ -47,7 +47,7 @@ def test_the_environment_names_commit_versions_and_machine(checkout, tmp_path):
     assert not (tmp_path / "run" / "changes.patch").exists()
 
 
-def test_what_differs_from_the_commit_is_a_patch_that_makes_it_again(checkout, tmp_path):
+def test_changes_since_the_commit_are_saved_as_a_patch_that_applies(checkout, tmp_path):
     code, git = checkout
     (code / "train.py").write_text("a = 2\n")
     (code / "new.py").write_bytes(b"b = '\xff'\n")
@@ -61,7 +61,7 @@ def test_what_differs_from_the_commit_is_a_patch_that_makes_it_again(checkout, t
     assert record(tmp_path / "run")["changed"] is False and not patch.exists()
 
 
-def test_a_checkout_that_is_not_ours_or_none_has_no_commit(checkout, tmp_path, monkeypatch):
+def test_no_commit_is_recorded_outside_our_own_checkout(checkout, tmp_path, monkeypatch):
     code, _ = checkout
     (code / "installed").mkdir()
     (code / "installed" / "train.py").write_text("a = 1\n")
@@ -73,7 +73,7 @@ def test_a_checkout_that_is_not_ours_or_none_has_no_commit(checkout, tmp_path, m
     assert environment["commit"] is None and environment["changed"] is None
 
 
-def test_only_the_program_is_in_the_patch_and_what_git_does_not_know_is_named(checkout, tmp_path):
+def test_the_patch_holds_only_program_files_and_untracked_ones_are_named(checkout, tmp_path):
     code, git = checkout
     for name in (".env", "notes.txt", "conf/keys.env", "private/x.py", "model/.env.local", "runs/a.yaml"):
         (code / name).parent.mkdir(exist_ok=True)
@@ -92,7 +92,7 @@ def test_only_the_program_is_in_the_patch_and_what_git_does_not_know_is_named(ch
     assert "hunter2" not in patch and patch.count("+mine = 1") == 4
 
 
-def test_what_git_does_not_say_in_time_is_not_known_and_said(checkout, tmp_path, monkeypatch):
+def test_a_slow_git_is_reported_and_whether_code_changed_is_unknown(checkout, tmp_path, monkeypatch):
     code, git = checkout
     real = subprocess.run
     (code / "train.py").write_text("a = 2\n")
@@ -103,23 +103,23 @@ def test_what_git_does_not_say_in_time_is_not_known_and_said(checkout, tmp_path,
         return real(command, **options)
 
     monkeypatch.setattr(run_folder.subprocess, "run", slow)
-    said = []
-    environment = run_folder.record_environment(tmp_path, torch.device("cpu"), said.append)
+    warnings = []
+    environment = run_folder.record_environment(tmp_path, torch.device("cpu"), warnings.append)
     assert environment["commit"] == git("rev-parse", "HEAD") and environment["changed"] is None
-    assert said == ["changes since the commit are not recorded: git took more than 10 s"]
+    assert warnings == ["changes since the commit are not recorded: git took more than 10 s"]
 
 
-def test_a_large_difference_is_not_copied_and_an_old_one_does_not_stay(checkout, tmp_path, monkeypatch):
+def test_a_large_patch_is_not_saved_and_an_old_one_is_removed(checkout, tmp_path, monkeypatch):
     code, _ = checkout
     (code / "train.py").write_text("a = 2\n")
     assert record(tmp_path / "run")["changed"] is True and (tmp_path / "run" / "changes.patch").exists()
     monkeypatch.setattr(run_folder, "LARGEST_PATCH", 10)
-    said = []
-    assert run_folder.record_environment(tmp_path / "run", torch.device("cpu"), said.append)["changed"] is True
-    assert not (tmp_path / "run" / "changes.patch").exists() and "bytes, 10 at most" in said[0]
+    warnings = []
+    assert run_folder.record_environment(tmp_path / "run", torch.device("cpu"), warnings.append)["changed"] is True
+    assert not (tmp_path / "run" / "changes.patch").exists() and "bytes, 10 at most" in warnings[0]
 
 
-def test_a_run_of_before_goes_on_with_special_tokens_as_plain_text_and_with_nothing_else(settings):
+def test_an_old_run_resumes_only_with_special_tokens_as_plain_text(settings):
     now = [
         asdict(settings("experiment=smoke", "tokenizer=bpe", f"tokenizer.parse_special={parse}"))
         for parse in ("false", "true")
@@ -133,7 +133,7 @@ def test_a_run_of_before_goes_on_with_special_tokens_as_plain_text_and_with_noth
 
 
 def test_every_package_of_the_program_is_recorded():
-    """The C++ too; a new folder of ours has to be named."""
+    """Its C++ too: a new folder must be added to PROGRAM."""
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())
     packages = {name.split(".")[0] for name in project["tool"]["setuptools"]["packages"]}
     assert {f"{package}/*.py" for package in packages} <= set(run_folder.PROGRAM)

@@ -19,7 +19,7 @@ def test_tracking_mirrors_the_run(run, monkeypatch):
 
 
 @pytest.mark.parametrize("setting", ["tracking.project=a/b", "WANDB_MODE=sometimes"])
-def test_what_wandb_cannot_be_told_is_found_before_the_text_is_read(run, monkeypatch, setting):
+def test_an_invalid_wandb_setting_is_found_before_the_text_is_read(run, monkeypatch, setting):
     monkeypatch.setattr(train, "prepare", lambda *_: pytest.fail("text was read"))
     overrides = [setting] if setting.startswith("tracking") else []
     if not overrides:

@@ -11,7 +11,7 @@ def rates(decay: str, warmup: int = 10, final: float = 0.1) -> list[float]:
 
 
 @pytest.mark.parametrize("decay", ["linear", "cosine", "wsd", "constant"])
-def test_it_rises_to_the_peak_and_never_again(decay):
+def test_the_lr_rises_to_its_peak_and_never_rises_again(decay):
     values = rates(decay)
     assert values[0] == pytest.approx(0.2)  # above zero from the first step
     assert values[9] == pytest.approx(2.0) == max(values)
@@ -19,29 +19,29 @@ def test_it_rises_to_the_peak_and_never_again(decay):
     assert all(a >= b for a, b in zip(values[9:], values[10:], strict=False))
 
 
-def test_it_ends_near_the_final_share():
+def test_the_lr_ends_near_its_final_fraction():
     assert rates("linear")[-1] == pytest.approx(0.2, abs=0.03)
     assert rates("cosine")[-1] == pytest.approx(0.2, abs=0.01)
     assert rates("constant")[-1] == 2.0
     assert 0 < rates("linear", final=0.0)[-1] < 0.03
 
 
-def test_half_way_down_linear_and_cosine_meet():
+def test_linear_and_cosine_meet_half_way_down():
     assert rates("linear", warmup=0)[50] == pytest.approx(rates("cosine", warmup=0)[50])
 
 
-def test_without_warm_up_it_begins_at_the_peak():
+def test_without_warmup_the_lr_starts_at_its_peak():
     assert rates("cosine", warmup=0)[0] == 2.0
 
 
-def test_wsd_is_level_and_falls_in_a_line_over_the_cooldown():
+def test_wsd_is_constant_and_falls_linearly_in_the_cooldown():
     values = rates("wsd", warmup=0, final=0.0)
     assert set(values[:80]) == {2.0}
     assert values[90] == pytest.approx(1.0)
     assert values[-1] == pytest.approx(0.1)
 
 
-def test_rows_grow_to_a_half_and_to_the_whole():
+def test_rows_have_a_quarter_then_half_then_all_of_seq_len():
     assert [row_length(t, 10, 32, 0.6) for t in range(10)] == [8] * 3 + [16] * 3 + [32] * 4
     assert {row_length(t, 10, 33, 0.0) for t in range(10)} == {33}
     assert [row_length(t, 4, 32, 1.0) for t in range(4)] == [8, 8, 16, 16]
@@ -49,13 +49,13 @@ def test_rows_grow_to_a_half_and_to_the_whole():
 
 @given(st.integers(1, 60), st.integers(0, 59), st.integers(1, 60), st.floats(0, 1))
 @example(60, 0, 60, 0.6)
-def test_the_lengths_of_rows_are_those_of_each_step(steps, start, n, warmup):
+def test_row_lengths_are_those_of_the_single_steps(steps, start, n, warmup):
     end = min(steps, start + n)
     if start < end:
         counted = sorted({row_length(step, steps, 32, warmup) for step in range(start, end)})
         assert row_lengths(start, end, steps, 32, warmup) == counted
 
 
-def test_the_lengths_of_rows_do_not_take_longer_the_more_steps_there_are():
+def test_row_lengths_take_no_longer_for_more_steps():
     assert row_lengths(0, 10**15, 10**15, 32, 0.5) == [8, 16, 32]
     assert row_lengths(10**14, 10**15, 10**15, 32, 0.1) == [32]

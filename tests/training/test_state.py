@@ -11,7 +11,7 @@ RATES = {"lr": 1.0, "lr_embedding": 1.0, "lr_head": 1.0, "lr_norm": 1.0}
 
 
 def test_every_field_of_the_state_is_in_a_checkpoint(small):
-    """Weights and step are files of their own, and what the gate knows is the guard's."""
+    """Except the weights and the step, in files of their own, and the gate, whose losses the guard's entry has."""
     model = small().float()
     optimizer = build_optimizer(model, OptimizerConfig("adamw", **RATES, betas=[0.9, 0.9], eps=1e-8, weight_decay=0.0))
     gate = Gate(CPU, GuardConfig("stop", 1, "count", spike_sigmas=1.0, spike_window=2, skip_batches=[]))

@@ -28,8 +28,8 @@ def one_step(model, tokens, targets, micro_batch, lr=1e-2, clip=1e9, optimizer=N
     return loss, norm
 
 
-def test_shorter_rows_are_rows_of_their_own(small):
-    """Of the same tokens: nothing of a row before the cut is seen behind it."""
+def test_rows_that_are_cut_are_independent(small):
+    """Rows of 12 tokens cut at 3 equal rows of 3 tokens: no token sees one before the cut."""
     tokens, targets = torch.randint(17, (4, 12)), torch.randint(17, (4, 12))
     found = []
     for shape, length in (((4, 12), 3), ((16, 3), None), ((4, 12), None)):
@@ -47,7 +47,7 @@ def test_shorter_rows_are_rows_of_their_own(small):
 
 @pytest.mark.parametrize("micro_batch", [1, 2, 4])
 def test_accumulation_equals_the_large_batch(small, micro_batch):
-    """Also when the pieces hold unequal numbers of targets."""
+    """Also if the micro-batches have unequal numbers of targets."""
     tokens, targets = torch.randint(17, (8, 6)), torch.randint(17, (8, 6))
     targets[0, 1:] = -100
     targets[5, :4] = -100
@@ -60,7 +60,7 @@ def test_accumulation_equals_the_large_batch(small, micro_batch):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
 
 
-def test_the_gradient_is_clipped_and_its_norm_reported_before(small):
+def test_the_gradient_is_clipped_and_grad_norm_is_that_before(small):
     model = small().train()
     before = [p.clone() for p in model.parameters()]
     sgd = torch.optim.SGD([{"params": model.parameters(), "initial_lr": 1.0}])

@@ -21,7 +21,7 @@ hardware = pytest.mark.hardware
     ("step", "number"),
     [(1, signal.SIGTERM), (5, signal.SIGTERM), (5, signal.SIGINT), (1, signal.SIGUSR1), (5, signal.SIGHUP)],
 )
-def test_a_signal_ends_the_run_behind_its_step_and_resuming_changes_nothing(run, monkeypatch, number, step):
+def test_a_signal_stops_the_run_after_its_step_and_resuming_is_exact(run, monkeypatch, number, step):
     whole = run("whole")
     with monkeypatch.context() as patch:
         at_step(patch, step, lambda _, total: os.kill(os.getpid(), number) or total)
@@ -33,8 +33,8 @@ def test_a_signal_ends_the_run_behind_its_step_and_resuming_changes_nothing(run,
 
 
 @pytest.mark.parametrize(("step", "cut"), [(2, 0), (5, 30), (8, 30)])
-def test_kill_9_and_a_power_cut_lose_no_more_than_the_steps_since_the_checkpoint(run, monkeypatch, step, cut):
-    """The machine goes down in the middle of a step; with it the last bytes of what the disk did not have yet."""
+def test_kill_9_and_a_power_cut_lose_only_steps_since_the_checkpoint(run, monkeypatch, step, cut):
+    """The process dies within a step; a power cut also loses the last bytes that had not reached the disk."""
     every = ["every.checkpoint=3", "every.evaluate=2", "every.log=1"]
     whole = run("whole", *every)
     if (child := os.fork()) == 0:
@@ -46,7 +46,7 @@ def test_kill_9_and_a_power_cut_lose_no_more_than_the_steps_since_the_checkpoint
     assert equal(whole, run("parts", *every, "resume=auto"))
 
 
-def test_a_run_ends_within_its_time_and_goes_on_later(run):
+def test_a_run_ends_within_max_time_and_can_resume(run):
     began = time.monotonic()
     folder = run("long", "steps=100000", "max_time=4s", "compile=false", "schedule.warmup=2", "every.evaluate=100000")
     assert time.monotonic() - began < 30  # 100,000 steps take ten minutes and more
@@ -63,17 +63,17 @@ with Interruption(None, 0.0) as interrupted:
     assert interrupted.stop_requested() == 0
     os.kill(os.getpid(), signal.SIGTERM)
     assert interrupted.stop_requested() == signal.SIGTERM
-    print("heard", flush=True)
+    print("caught", flush=True)
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(60)
 """
     environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=50)
-    assert (result.stdout, result.returncode) == ("heard\n", -signal.SIGTERM), result.stderr
+    assert (result.stdout, result.returncode) == ("caught\n", -signal.SIGTERM), result.stderr
 
 
 @pytest.mark.parametrize("how", ["time", "signal", "signal in a fork"])
-def test_a_run_that_is_ended_before_its_first_step_can_go_on(run, monkeypatch, how):
+def test_a_run_stopped_before_its_first_step_can_resume(run, monkeypatch, how):
     whole, options = run("whole"), ["max_time=0s"] if how == "time" else []
     if "fork" in how:
         options += [f"resume={run('first', 'stop_after=3')}"]
@@ -92,7 +92,7 @@ def test_a_run_that_is_ended_before_its_first_step_can_go_on(run, monkeypatch, h
     assert same(final(whole)[0], final(parts)[0])
 
 
-def test_a_signal_during_an_evaluation_leaves_its_figures_in_the_checkpoint(run, monkeypatch):
+def test_after_a_signal_in_an_evaluation_its_loss_is_in_the_checkpoint(run, monkeypatch):
     real = evaluation.evaluate
     stopping = lambda *a, **k: (os.kill(os.getpid(), signal.SIGTERM), real(*a, **k))[1]  # noqa: E731
     monkeypatch.setattr(evaluation, "evaluate", stopping)

@@ -23,7 +23,7 @@ def start(folder, mode="auto", **changes):
 
 
 def log(mirror, steps) -> list[float]:
-    """Logs a row a step; returns the seconds that each took."""
+    """Logs one row per step; returns the seconds that each took."""
     taken = []
     for step in steps:
         began = time.perf_counter()
@@ -81,19 +81,19 @@ def test_without_a_key_the_run_is_offline_and_holds_what_was_logged(tmp_path):
 
 def test_disabled_writes_nothing(tmp_path):
     (tmp_path / "environment.json").write_text("{}")
-    said = []
-    run = start(tmp_path, mode="disabled", warn=said.append)
+    warnings = []
+    run = start(tmp_path, mode="disabled", warn=warnings.append)
     tracking.log(run, {"step": 1, "loss": 1.0})
     tracking.finish(run)
-    assert tracking.where(run) == "metrics.jsonl only" and not said
+    assert tracking.where(run) == "metrics.jsonl only" and not warnings
     assert not (tmp_path / "wandb").exists()
 
 
-def test_the_environment_wins(tmp_path, monkeypatch):
+def test_the_environment_takes_precedence(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "disabled")
     assert start(tmp_path, mode="offline").run.disabled
     monkeypatch.setenv("WANDB_MODE", "offline")
-    assert start(tmp_path, mode=None).run.disabled  # but not over ranks that are not the first
+    assert start(tmp_path, mode=None).run.disabled  # except on ranks other than 0
 
 
 @pytest.mark.parametrize(
@@ -109,32 +109,32 @@ def test_the_environment_wins(tmp_path, monkeypatch):
         ("WANDB_DISABLED", "false", "auto"),
     ],
 )
-def test_wandbs_own_words_are_understood_in_any_case(tmp_path, monkeypatch, variable, value, mode):
+def test_wandbs_own_modes_are_understood_in_any_case(tmp_path, monkeypatch, variable, value, mode):
     monkeypatch.setenv(variable, value)
     assert tracking.asked_mode("auto") == mode
-    said = []
+    warnings = []
     if mode != "online":
-        run = start(tmp_path, warn=said.append)
-        assert run.run.disabled == (mode == "disabled") and not said
+        run = start(tmp_path, warn=warnings.append)
+        assert run.run.disabled == (mode == "disabled") and not warnings
         tracking.finish(run)
 
 
-def test_what_a_run_is_called_in_wandb_is_a_setting_or_the_environments_or_a_default(server, tmp_path, monkeypatch):
-    def made(folder: str, **settings):
+def test_names_in_wandb_come_from_settings_or_environment_or_defaults(server, tmp_path, monkeypatch):
+    def names(folder: str, **settings):
         mirror = start(tmp_path / folder, **{"project": None, **settings})
         tracking.finish(mirror)
         run = server.runs[mirror.id]
         return mirror.run.project, run.name, run.group
 
-    assert made("0", group="sweep") == ("inkling", str(tmp_path / "0"), "sweep")
+    assert names("0", group="sweep") == ("inkling", str(tmp_path / "0"), "sweep")
     for name in ("PROJECT", "NAME", "RUN_GROUP"):
         monkeypatch.setenv(f"WANDB_{name}", f"my {name}")
     wandb.teardown()  # it remembers the environment of its first use
-    assert made("1", group="sweep") == ("my PROJECT", "my NAME", "my RUN_GROUP")
-    assert made("2", project="given", name="also given")[:2] == ("given", "also given")
+    assert names("1", group="sweep") == ("my PROJECT", "my NAME", "my RUN_GROUP")
+    assert names("2", project="given", name="also given")[:2] == ("given", "also given")
 
 
-def test_wandb_dir_holds_the_runs_of_several_folders_and_each_is_named_by_its_own(tmp_path, monkeypatch):
+def test_wandb_dir_may_hold_the_runs_of_several_folders(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_DIR", str(tmp_path))
     first, second = start(tmp_path / "a", mode="offline"), start(tmp_path / "b", mode="offline")
     tracking.finish(second)
@@ -156,27 +156,28 @@ def test_wandb_dir_holds_the_runs_of_several_folders_and_each_is_named_by_its_ow
         ("NETRC", "."),
     ],
 )
-def test_no_environment_ends_a_run(tmp_path, monkeypatch, mode, variable, value):
+def test_no_environment_variable_ends_a_run(tmp_path, monkeypatch, mode, variable, value):
     monkeypatch.setenv(variable, value)
-    said = []
-    run = start(tmp_path, mode=mode, project=None, warn=said.append)
+    warnings = []
+    run = start(tmp_path, mode=mode, project=None, warn=warnings.append)
     tracking.log(run, {"step": 1, "loss": 1.0})
     tracking.finish(run)
     assert run.run.disabled == (mode == "disabled") and not run.failed
     if variable == "NETRC":
-        assert not said
+        assert not warnings
     else:
-        assert len(said) == 1 and said[0].startswith(f"W&B does not accept {variable}={value}") and "\n" not in said[0]
+        (warning,) = warnings
+        assert warning.startswith(f"W&B does not accept {variable}={value}") and "\n" not in warning
 
 
-def test_where_wandb_cannot_write_the_run_goes_on_without(tmp_path, monkeypatch):
+def test_if_wandb_cannot_write_the_run_continues_without_it(tmp_path, monkeypatch):
     monkeypatch.setattr(
         wandb, "init", lambda mode, init=wandb.init, **rest: init(mode=mode, **rest) if mode == "disabled" else 1 / 0
     )
     for mode in ("auto", "offline"):
-        said = []
-        run = start(tmp_path, mode=mode, warn=said.append)
-        assert run.run.disabled and said == ["W&B says: division by zero; tracking in metrics.jsonl only"]
+        warnings = []
+        run = start(tmp_path, mode=mode, warn=warnings.append)
+        assert run.run.disabled and warnings == ["W&B says: division by zero; tracking in metrics.jsonl only"]
         tracking.log(run, {"step": 1, "loss": 1.0})
         tracking.finish(run)
         assert tracking.where(run) == "metrics.jsonl only"
@@ -184,7 +185,7 @@ def test_where_wandb_cannot_write_the_run_goes_on_without(tmp_path, monkeypatch)
         start(tmp_path, mode="online")
 
 
-def test_a_key_is_found_in_the_environment_or_in_netrc_for_the_server_in_use(tmp_path, monkeypatch):
+def test_a_key_is_found_in_the_environment_or_in_netrc_for_its_server(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_BASE_URL", "http://tracker.example:8080")
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     assert not tracking.has_key()
@@ -197,12 +198,12 @@ def test_a_key_is_found_in_the_environment_or_in_netrc_for_the_server_in_use(tmp
     assert tracking.has_key()
 
 
-def test_a_server_that_is_not_there_sends_auto_offline_and_stops_online(tmp_path, monkeypatch):
+def test_without_a_server_auto_tracks_offline_and_online_is_an_error(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
     monkeypatch.setenv("WANDB_API_KEY", "x" * 40)
-    said = []
-    run = start(tmp_path, timeout=1.0, warn=said.append)
-    assert run.run.offline and len(said) == 1 and "tracking offline" in said[0]
+    warnings = []
+    run = start(tmp_path, timeout=1.0, warn=warnings.append)
+    assert run.run.offline and len(warnings) == 1 and "tracking offline" in warnings[0]
     tracking.finish(run)
     assert [path.name[:12] for path in tmp_path.glob("wandb/*run-2*")] == ["offline-run-"]  # nothing of the attempt
     with pytest.raises(ValueError, match="W&B says"):
@@ -218,7 +219,7 @@ def test_what_wandb_refuses_is_one_error(tmp_path, monkeypatch):
         start(tmp_path)
 
 
-def test_a_server_gets_rows_settings_and_files_and_a_resumed_run_goes_on_under_its_id(server, tmp_path):
+def test_a_server_receives_everything_and_a_resumed_run_keeps_its_id(server, tmp_path):
     folder = tmp_path / "run"
     folder.mkdir()
     (folder / "environment.json").write_text("{}")
@@ -241,10 +242,10 @@ def test_a_server_gets_rows_settings_and_files_and_a_resumed_run_goes_on_under_i
     assert steps(run) == [*range(1, 21), 20, *range(15, 31)]
     assert run.config == {"steps": 30}
     order = [row["_step"] for row in run.history]
-    assert order == sorted(set(order))  # W&B's own numbers, none twice
+    assert order == sorted(set(order))  # W&B's own step numbers, none twice
 
 
-def test_the_summary_has_the_best_validation_loss_and_its_step_also_after_resuming(server, tmp_path):
+def test_the_summary_keeps_the_best_validation_loss_across_resuming(server, tmp_path):
     rows = [{"step": step, "val_loss": loss} for step, loss in ((1, 3.0), (2, 2.0), (3, 2.5))]
     folder = tmp_path / "run"
     mirror = start(folder)
@@ -261,7 +262,7 @@ def test_the_summary_has_the_best_validation_loss_and_its_step_also_after_resumi
     assert (summary["best_val_loss"], summary["best_step"], summary["val_loss"]) == (2.0, 2, 2.2)
 
 
-def test_a_checkpoint_is_an_artifact_with_what_it_is_good_for(server, tmp_path):
+def test_a_checkpoint_is_an_artifact_with_its_files_and_aliases(server, tmp_path):
     folder = tmp_path / "step"
     (folder / "tokenizer").mkdir(parents=True)
     for name in ("model.json", "tokenizer/tokenizer.json"):
@@ -289,9 +290,9 @@ def test_a_checkpoint_is_an_artifact_with_what_it_is_good_for(server, tmp_path):
 
 
 @pytest.mark.parametrize("comes_back", [False, True])
-def test_a_server_that_dies_costs_no_time_and_one_that_comes_back_has_every_row(server, tmp_path, comes_back):
-    said = []
-    mirror = start(tmp_path / "run", finish_timeout=10.0 if comes_back else 1.0, warn=said.append)
+def test_a_dead_server_costs_no_time_and_a_returning_one_gets_all_rows(server, tmp_path, comes_back):
+    warnings = []
+    mirror = start(tmp_path / "run", finish_timeout=10.0 if comes_back else 1.0, warn=warnings.append)
     taken = log(mirror, range(1, 51))
     stop(server)
     taken += log(mirror, range(51, 151))
@@ -301,14 +302,14 @@ def test_a_server_that_dies_costs_no_time_and_one_that_comes_back_has_every_row(
         with wandb_server(port=server.server_port, key=KEY) as back:
             back.runs = server.runs
             tracking.finish(mirror)
-            assert steps(back.runs[mirror.id]) == [*range(1, 151)] and not said
+            assert steps(back.runs[mirror.id]) == [*range(1, 151)] and not warnings
     else:
         tracking.finish(mirror)
-        assert len(said) == 1 and f"wandb sync --include-online {tmp_path / 'run'}" in said[0]
+        assert len(warnings) == 1 and f"wandb sync --include-online {tmp_path / 'run'}" in warnings[0]
     assert time.perf_counter() - began < 5
 
 
-def test_a_slow_server_slows_nothing_down(server, tmp_path):
+def test_a_slow_server_delays_nothing(server, tmp_path):
     mirror = start(tmp_path / "run")
     server.delay = 0.3
     taken = log(mirror, range(1, 31))
@@ -322,35 +323,35 @@ def test_a_slow_server_slows_nothing_down(server, tmp_path):
 
 
 def test_a_server_that_does_not_answer_in_time_is_not_waited_for(server, tmp_path):
-    server.delay, said = 3.0, []
-    mirror = start(tmp_path / "run", timeout=0.5, warn=said.append)
-    assert mirror.run.offline and len(said) == 1
+    server.delay, warnings = 3.0, []
+    mirror = start(tmp_path / "run", timeout=0.5, warn=warnings.append)
+    assert mirror.run.offline and len(warnings) == 1
     tracking.finish(mirror)
 
 
-def test_a_key_that_the_server_refuses_sends_auto_offline_and_stops_online(server, tmp_path, monkeypatch):
+def test_with_a_refused_key_auto_tracks_offline_and_online_is_an_error(server, tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_API_KEY", "x" * 40)
-    said = []
-    mirror = start(tmp_path / "run", warn=said.append)
-    assert mirror.run.offline and len(said) == 1
-    assert "401" in said[0] and "tracking offline" in said[0] and "\n" not in said[0]
+    warnings = []
+    mirror = start(tmp_path / "run", warn=warnings.append)
+    assert mirror.run.offline and len(warnings) == 1
+    assert "401" in warnings[0] and "tracking offline" in warnings[0] and "\n" not in warnings[0]
     tracking.finish(mirror)
     with pytest.raises(ValueError, match=r"W&B says: .*401.* \(tracking.mode=disabled trains without W&B\)"):
         start(tmp_path / "run", mode="online")
 
 
-def test_what_goes_wrong_in_wandb_is_said_once_and_later_rows_arrive(server, tmp_path, monkeypatch):
-    said = []
-    mirror = start(tmp_path / "run", warn=said.append)
-    whole, failing = mirror.run.log, {"trainer/step": 2}
-    monkeypatch.setattr(mirror.run, "log", lambda row: whole(row) if row["trainer/step"] > 2 else failing["no"])
+def test_an_error_in_wandb_is_reported_once_and_later_rows_arrive(server, tmp_path, monkeypatch):
+    warnings = []
+    mirror = start(tmp_path / "run", warn=warnings.append)
+    real, failing = mirror.run.log, {"trainer/step": 2}
+    monkeypatch.setattr(mirror.run, "log", lambda row: real(row) if row["trainer/step"] > 2 else failing["no"])
     log(mirror, range(1, 5))
     tracking.finish(mirror)
-    assert len(said) == 1 and "W&B says: KeyError: 'no'; metrics.jsonl has everything" in said[0]
+    assert len(warnings) == 1 and "W&B says: KeyError: 'no'; metrics.jsonl has everything" in warnings[0]
     assert steps(server.runs[mirror.id]) == [3, 4]
 
 
-def test_a_run_left_open_ends_before_the_next_begins(server, tmp_path):
+def test_a_run_left_open_ends_before_the_next_starts(server, tmp_path):
     first = start(tmp_path / "0", group="sweep")
     log(first, [1])
     second = start(tmp_path / "1", group="sweep")
@@ -365,7 +366,7 @@ def test_the_pieces_of_an_offline_run_become_one_run_on_the_server(server, tmp_p
     first = start(folder, mode="offline")
     log(first, range(1, 21))
     tracking.finish(first)
-    time.sleep(1.1)  # their folders are named by the second
+    time.sleep(1.1)  # the names of their folders differ by the second
     second = start(folder, mode="offline", run_id=first.id)
     log(second, range(15, 31))
     tracking.finish(second)
@@ -387,10 +388,10 @@ def test_the_commands_of_the_sweep_compose(settings):
     assert sweep["command"] == ["${env}", "python", sweep["program"], "${args_no_hyphens}"]
     assert (REPOSITORY / sweep["program"]).is_file()
 
-    def some(parameter: dict):
+    def value_of(parameter: dict):
         return parameter.get("value", parameter.get("min", (parameter.get("values") or [None])[-1]))
 
-    values = {name: some(parameter) for name, parameter in sweep["parameters"].items()}
+    values = {name: value_of(parameter) for name, parameter in sweep["parameters"].items()}
     assert None not in values.values()
     chosen = create_sweep_command_args({"args": {name: {"value": value} for name, value in values.items()}})
     cfg = settings(*chosen["args_no_hyphens"])

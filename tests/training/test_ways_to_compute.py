@@ -1,4 +1,4 @@
-"""Kernels, compiled code and bf16 learn what plain code learns."""
+"""Training with kernels, torch.compile and bf16 equals training with eager fp32 code."""
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ def test_rows_of_every_length_are_compiled_before_the_first_step(run, monkeypatc
 
 @hardware
 @needs_compiler
-def test_training_by_kernels_is_training_without_them(run):
+def test_training_with_kernels_equals_training_without_them(run):
     fp32 = ["model.dropout=0", "precision=fp32"]
     with_kernels, without = run("kernels", *fp32, "kernels=true"), run("torch", *fp32, "kernels=false")
     assert [final(one)[1]["choices"]["kernels"] for one in (with_kernels, without)] == [True, False]
@@ -36,8 +36,8 @@ def test_training_by_kernels_is_training_without_them(run):
 @hardware
 @needs_torch_compile
 @pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 1e-4), ("bf16", 1e-3)])
-def test_compiled_training_is_eager_training(run, precision, tolerance):
-    """In bf16 compiled code rounds less often, between operations that it joins."""
+def test_compiled_training_equals_eager_training(run, precision, tolerance):
+    """In bf16 compiled code rounds less often, since it fuses operations."""
     same = ["model.dropout=0", f"precision={precision}", "kernels=false", "attention=fused"]
     eager, compiled = run("eager", *same, "compile=false"), run("compiled", *same, "compile=true")
     assert [final(one)[1]["choices"]["compile"] for one in (eager, compiled)] == [False, True]
@@ -47,7 +47,7 @@ def test_compiled_training_is_eager_training(run, precision, tolerance):
 
 @hardware
 def test_bf16_learns_what_fp32_learns(run):
-    """On any CPU; weights stay fp32, and only what products round is different."""
+    """On any CPU; weights stay fp32, only the results of matrix products are rounded."""
     wide, half = (run(name, "model.dropout=0", f"precision={name}", "kernels=false") for name in ("fp32", "bf16"))
     assert all(weight.dtype == torch.float32 for weight in final(half)[0].values())
     assert rows(wide) != rows(half)
@@ -56,14 +56,14 @@ def test_bf16_learns_what_fp32_learns(run):
 
 
 @hardware
-def test_without_a_compiler_a_run_chooses_to_go_without_it(run, monkeypatch, tmp_path):
+def test_without_a_compiler_a_run_chooses_neither_kernels_nor_compile(run, monkeypatch, tmp_path):
     monkeypatch.setenv("CXX", "false")
     folder = run("one", "precision=fp32", "stop_after=1")
     assert final(folder)[1]["choices"] | {"kernels": False, "compile": False} == final(folder)[1]["choices"]
 
 
 @hardware
-def test_where_compiling_fails_training_goes_on_without(run, monkeypatch, capsys):
+def test_if_compiling_fails_training_continues_uncompiled(run, monkeypatch, capsys):
     def refuse(*_, **__):
         raise RuntimeError("no compiler here\nand more lines")
 

@@ -1,6 +1,6 @@
 """A W&B server small enough for tests, on this machine.
 
-It keeps a run's rows as the real one does, by their line: what is sent at a line that is there replaces it.
+Like the real one it keeps a run's rows by line number: a row sent for an existing line replaces it.
 """
 
 import base64
@@ -17,7 +17,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 @dataclass
 class Run:
-    """What arrived of a run."""
+    """What the server has received of a run."""
 
     name: str = ""
     group: str | None = None
@@ -44,7 +44,7 @@ class Artifact:
 
 
 class Server(ThreadingHTTPServer):
-    """Runs by their id, and artifacts in their order; `delay` seconds pass before each answer."""
+    """Holds runs by id and artifacts in the order of their arrival; waits `delay` seconds before each answer."""
 
     def __init__(self, port: int, key: str | None, delay: float):
         super().__init__(("127.0.0.1", port), Handler)
@@ -58,12 +58,12 @@ class Server(ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.server_port}"
 
     def handle_error(self, *_):
-        """Clients that hang up are no news."""
+        """Clients that hang up are ignored."""
 
 
 @contextmanager
 def wandb_server(port: int = 0, key: str | None = None, delay: float = 0.0) -> Iterator[Server]:
-    """A server until the block ends, or server.shutdown() and server.server_close(); `key`: the only one it knows."""
+    """Runs a server until the block ends or a test shuts it down; `key`: the only one that it accepts."""
     server = Server(port, key, delay)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
     thread.start()
@@ -103,7 +103,7 @@ class Handler(BaseHTTPRequestHandler):
         self.answer({})
 
     def do_PUT(self):
-        """An uploaded file: /files/RUN/NAME, or of an artifact."""
+        """Receives an uploaded file: /files/RUN/NAME, or one of an artifact."""
         body = self.body()
         if found := re.fullmatch(r"/files/(\w+)/(.+)", self.path):
             self.server.runs[found[1]].files[found[2]] = body
@@ -112,11 +112,11 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self):
         body = self.body()
         time.sleep(self.server.delay)
-        if not self.path.endswith(("/graphql", "/file_stream")):  # what W&B counts about itself
+        if not self.path.endswith(("/graphql", "/file_stream")):  # W&B's own telemetry
             return self.answer({})
         if self.server.key is not None:
-            wanted = base64.b64encode(f"api:{self.server.key}".encode()).decode()
-            if self.headers.get("Authorization") != f"Basic {wanted}":
+            expected = base64.b64encode(f"api:{self.server.key}".encode()).decode()
+            if self.headers.get("Authorization") != f"Basic {expected}":
                 return self.answer({"errors": [{"message": "permission denied"}]}, status=401)
         if found := re.fullmatch(r"/files/[^/]+/[^/]+/(\w+)/file_stream", self.path):
             self.stream(self.server.runs.setdefault(found[1], Run()), json.loads(body))
@@ -137,7 +137,7 @@ class Handler(BaseHTTPRequestHandler):
         if content.get("complete"):
             run.exit_code = content.get("exitcode")
 
-    def Viewer(self, _) -> dict:  # noqa: N802 - these are the names of what is asked
+    def Viewer(self, _) -> dict:  # noqa: N802 - named as the GraphQL operations are
         return {"viewer": {"id": "u", "entity": "me", "username": "me", "flags": "{}", "teams": {"edges": []}}}
 
     def ServerFeaturesQuery(self, _) -> dict:  # noqa: N802
