@@ -1,5 +1,6 @@
 # make train    a fresh machine: installs, prepares Shakespeare, trains, prints a sample
 # make test     a fresh machine: installs the test extras, runs the suite
+# make quick    the same without the slow tests: about a minute on 2 cores
 # make lint     ruff and mypy
 # Settings for training go into ARGS:  make train ARGS="steps=100 seed=1"
 
@@ -9,13 +10,16 @@ SUPPORTED := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python; do \
 	$$p -c "$(SUPPORTED)" 2>/dev/null && echo $$p && break; done)
 
-.PHONY: train test lint clean
+.PHONY: train test quick lint clean
 
 train: $(VENV)/train.stamp
 	$(BIN)/python train.py $(ARGS)
 
 test: $(VENV)/test.stamp
 	$(BIN)/python -m pytest $(ARGS)
+
+quick: $(VENV)/test.stamp
+	$(BIN)/python -m pytest -m "not slow" $(ARGS)
 
 lint: $(VENV)/test.stamp
 	$(BIN)/ruff check .

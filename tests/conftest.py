@@ -1,8 +1,10 @@
 """Shared by all tests: small models, settings as the command line would compose them, and no network."""
 
 import json
+import multiprocessing
 import os
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -51,6 +53,25 @@ def alone(tmp_path, monkeypatch):
     yield
     if "wandb" in sys.modules:  # it remembers the environment of its first use
         sys.modules["wandb"].teardown()
+
+
+@pytest.fixture(autouse=True)
+def processes(request, monkeypatch):
+    """Only tests that are marked slow start another Python; git and compilers are quick."""
+    if request.node.get_closest_marker("slow"):
+        return
+    popen = subprocess.Popen.__init__
+
+    def start(process, arguments, *rest, **options):
+        words = arguments if isinstance(arguments, str) else " ".join(map(str, arguments))
+        assert sys.executable not in words, f"a test that runs {words} is slow: mark it"
+        popen(process, arguments, *rest, **options)
+
+    def refuse(process):
+        raise AssertionError(f"a test that starts {process} is slow: mark it")
+
+    monkeypatch.setattr(subprocess.Popen, "__init__", start)
+    monkeypatch.setattr(multiprocessing.process.BaseProcess, "start", refuse)
 
 
 @pytest.fixture

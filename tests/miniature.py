@@ -12,6 +12,7 @@ from training.state import TrainState
 
 SMALL = [
     "experiment=smoke",
+    "model.n_layers=1",
     "model.dropout=0.1",
     "batch_tokens=128",
     "micro_batch=2",  # of 4 rows

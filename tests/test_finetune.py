@@ -11,6 +11,8 @@ from data.tokenizer import load_tokenizer
 from scripts.import_hf import import_llama
 from training import checkpoint
 
+pytestmark = pytest.mark.slow
+
 QUIET = ["compile=false", "tracking.mode=disabled", "sample.tokens=5", "every.sample=100", "every.checkpoint=100"]
 
 

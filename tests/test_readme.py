@@ -16,6 +16,8 @@ from conf.entry import REPOSITORY
 from conf.scripts import Benchmark, Lessons, Prepare
 from model import feed_forward
 
+pytestmark = pytest.mark.slow
+
 PAGES = {
     str(path.relative_to(REPOSITORY)): path.read_text(encoding="utf-8")
     for path in [*sorted(REPOSITORY.glob("*.md")), *sorted(REPOSITORY.glob("docs/*.md"))]

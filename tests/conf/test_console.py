@@ -100,18 +100,21 @@ def shown(script: str, **options) -> subprocess.CompletedProcess:
     return subprocess.run(command, env=environment, capture_output=True, text=True, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1", "cp1252"])
 def test_a_console_that_lacks_a_letter_shows_its_number(encoding):
     result = shown(r"import sys; print('☃'); print('☃', file=sys.stderr)", environment={"PYTHONIOENCODING": encoding})
     assert (result.returncode, result.stdout, result.stderr) == (0, "\\u2603\n", "\\u2603\n")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shell", [">&-", "2>&-", ">&- 2>&-", ">/dev/full", "2>/dev/full", ">/dev/full 2>&1", "<&-"])
 def test_closed_and_full_streams_end_nothing(shell):
     result = shown("import sys; print('text'); print('text', file=sys.stderr); sys.stdin.read()", shell=shell)
     assert result.returncode == 0, result.stderr
 
 
+@pytest.mark.slow
 def test_rich_does_not_end_the_process_whose_reader_has_left():
     writer = nobody_reads()
     code = """
@@ -126,6 +129,7 @@ console.check()
     assert subprocess.run([sys.executable, "-c", code], env=environment, stdout=writer).returncode == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_before_the_loop_ends_a_command_in_order(number):
     code = f"""
@@ -142,6 +146,7 @@ finally:
     assert (result.returncode, result.stdout, result.stderr) == (128 + number, "cleaned up\n", "")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", console.ENDING)
 @pytest.mark.parametrize(
     "words", [[TRAIN], ["-m", "scripts.generate"], ["bin/inkling", "train"]], ids=["train", "generate", "inkling"]

@@ -15,6 +15,7 @@ from conf.schema import Train
 TRAIN = str(REPOSITORY / "train.py")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -50,6 +51,7 @@ def test_a_users_mistake_is_one_line_and_exit_code_2(arguments, message, tmp_pat
     assert not list(tmp_path.glob("runs/*"))
 
 
+@pytest.mark.slow
 def test_an_empty_folder_survives_a_mistake(tmp_path):
     empty = tmp_path / "empty"
     empty.mkdir()
@@ -57,6 +59,7 @@ def test_an_empty_folder_survives_a_mistake(tmp_path):
     assert empty.exists() and not list(empty.iterdir())
 
 
+@pytest.mark.slow
 def test_help_explains_itself():
     result = command(TRAIN, "--help")
     assert result.returncode == 0
@@ -82,6 +85,7 @@ def test_run_folders_are_new_unless_a_run_is_resumed(tmp_path):
         run_dir(None, "a/b")
 
 
+@pytest.mark.slow
 def test_every_script_imports_what_it_needs():
     """In a process of its own that has imported torch alone."""
     names = [f"scripts.{path.stem}" for path in (REPOSITORY / "scripts").glob("*.py") if path.stem != "__init__"]
@@ -109,6 +113,7 @@ def sweep(run, capsys, monkeypatch, *arguments: str) -> tuple[int, str]:
     return code, capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_job_that_fails_does_not_end_the_sweep(capsys, monkeypatch):
     seeds = []
 
@@ -144,6 +149,7 @@ def test_a_bug_in_a_job_is_shown_and_does_not_end_the_sweep(capsys, monkeypatch)
     assert said.endswith("error: job 0 (seed=1): ZeroDivisionError\nerror: 1 of 2 jobs failed: 0\n")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ended", [SystemExit(143), KeyboardInterrupt()], ids=["SIGTERM", "Ctrl-C"])
 def test_a_signal_ends_the_whole_sweep(capsys, monkeypatch, ended):
     seeds = []
@@ -157,6 +163,7 @@ def test_a_signal_ends_the_whole_sweep(capsys, monkeypatch, ended):
     assert seeds == [1]
 
 
+@pytest.mark.slow
 def test_a_sweep_resumes_what_failed_and_leaves_what_is_done(tmp_path):
     (tmp_path / "t.txt").write_text("\n".join(map(str, range(2000))))
     settings = [TRAIN, "-m", "experiment=smoke", "tracking.mode=disabled", "data=files", "tokenizer=bytes", "steps=2"]
@@ -173,6 +180,7 @@ def test_a_sweep_resumes_what_failed_and_leaves_what_is_done(tmp_path):
         assert ("nothing left to do: 2 steps are done" in result.stdout) == again
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "value"), [("RANK", "abc"), ("WORLD_SIZE", "0"), ("WORLD_SIZE", ""), ("LOCAL_RANK", "-1"), ("RANK", "1.5")]
 )

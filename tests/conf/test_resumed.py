@@ -98,6 +98,7 @@ def rows(run: Path) -> list[dict]:
     return [{name: value for name, value in line.items() if name != "clock"} for line in lines]
 
 
+@pytest.mark.slow
 def test_a_run_resumes_by_its_folder_alone_and_a_fork_gets_its_own():
     own = ["experiment=smoke", "steps=6", "optimizer=adamw", "optimizer.lr=0.003", "every.log=1", "sample.tokens=2"]
     quick = ["schedule.warmup=2", "every.evaluate=100"]

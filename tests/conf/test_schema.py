@@ -49,6 +49,7 @@ NEEDS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("override", EVERY_YAML)
 def test_every_yaml_composes_and_builds(settings, override):
     needs = NEEDS.get(override, [])
@@ -201,6 +202,7 @@ def inner(of_type) -> set[type]:
     return set().union(*map(inner, arguments)) if arguments else {of_type}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", SCHEMAS)
 def test_every_strange_value_of_every_setting_is_in_range_or_refused_by_name(config):
     with initialize_config_dir(str(CONF), version_base="1.3"):
@@ -241,6 +243,7 @@ def test_every_number_has_an_upper_bound():
                 assert name == "micro_batch" or bounded(value), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "schema", "names"),
     [

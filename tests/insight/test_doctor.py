@@ -51,6 +51,7 @@ HEALTHY = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arguments", HEALTHY, ids=str)
 def test_a_new_model_has_no_findings_and_stays_as_it_is(arguments):
     patient = patient_of(new_model(**arguments))
@@ -63,6 +64,7 @@ def test_a_new_model_has_no_findings_and_stays_as_it_is(arguments):
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in patient.model.modules())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arguments", [HEALTHY[1], HEALTHY[8]], ids=str)
 def test_branches_and_a_head_that_begin_at_zero_are_no_finding(arguments):
     model = new_model(**arguments)
@@ -73,6 +75,7 @@ def test_branches_and_a_head_that_begin_at_zero_are_no_finding(arguments):
     assert examine(patient_of(model)) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("steps", "arguments"), [(5, HEALTHY[0]), (40, HEALTHY[1]), (20, HEALTHY[3])], ids=str)
 def test_a_trained_model_has_no_findings(steps, arguments):
     assert examine(patient_of(trained(steps, **arguments), trained=True)) == []
@@ -81,6 +84,7 @@ def test_a_trained_model_has_no_findings(steps, arguments):
 # --- faults ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 def test_each_fault_is_named_before_its_consequences(fault, monkeypatch):
     check, where, what, seed = FAULTS[fault]
@@ -90,6 +94,7 @@ def test_each_fault_is_named_before_its_consequences(fault, monkeypatch):
     assert all(finding.do for finding in findings)
 
 
+@pytest.mark.slow
 @needs_compiler
 @pytest.mark.parametrize("arguments", HEALTHY[:4], ids=str)
 def test_a_model_that_trains_by_kernels_has_no_findings(arguments):
@@ -106,6 +111,7 @@ def test_a_kernel_that_computes_something_else_is_named(name, monkeypatch):
     assert finding.where == f"{name} of the model's table"
 
 
+@pytest.mark.slow
 def test_the_rates_of_muon_are_no_finding(monkeypatch):
     for patient in (
         another_optimizer(muon(0.02))(monkeypatch),

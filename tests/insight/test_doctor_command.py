@@ -10,6 +10,8 @@ from insight.doctor import CHECKS
 from scripts import doctor
 from training import checkpoint
 
+pytestmark = pytest.mark.slow
+
 
 def main(monkeypatch, *arguments) -> int:
     """The exit code of a command line."""

@@ -40,6 +40,7 @@ def run(folder, settings, capsys, tmp_path):
     return do
 
 
+@pytest.mark.slow
 def test_a_heads_weight_stands_beside_its_effect_and_looking_without_effect_is_said(run):
     out, found = run()
     heads = {(row["layer"], row["head"]): row for row in found["heads"]}
@@ -102,6 +103,7 @@ def test_a_swap_of_several_tokens_is_told_apart(run):
     assert min(alone[1:]) > 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_prints_a_table_and_writes_figures_and_a_picture(run, tmp_path, method):
     extra = ["corrupted=_cebda"] if method in ("swap", "patching") else []
@@ -175,6 +177,7 @@ def test_nothing_is_no_text(run, monkeypatch):
         run(text="")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("overrides", "text", "message"),
     [
@@ -219,6 +222,7 @@ def test_a_batch_that_this_machine_does_not_hold_is_refused(run, folder, monkeyp
         run(*given, "batch=1000000")
 
 
+@pytest.mark.slow
 def test_it_is_a_command(folder, tmp_path):
     explain = "-m", "scripts.explain", f"checkpoint={folder}"
     good = command(*explain, "method=lens", "--", "_cabda")

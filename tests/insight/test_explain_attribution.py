@@ -35,6 +35,7 @@ def test_the_model_is_the_same_as_a_function_of_its_embeddings(model):
     torch.testing.assert_close(of_embeddings(model, score)(embed(model, tokens)), score(last_logits(model, tokens)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch", [1, 3, 64])
 def test_occlusion_puts_something_else_in_the_place_of_each_token(model, batch):
     """Here it is another token, so that the same can be said in tokens."""

@@ -10,6 +10,8 @@ from insight import maps
 from insight.maps import draw_attention, draw_bars, draw_cells, draw_lens, visible
 from insight.page import TEMPLATE, write_page
 
+pytestmark = pytest.mark.slow
+
 LABELS = [
     "$\\bad{$",
     "</script>",

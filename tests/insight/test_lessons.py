@@ -19,6 +19,8 @@ from model.ops import TORCH
 from scripts.lessons import SEEDED, about, page, teach
 from training import checkpoint
 
+pytestmark = pytest.mark.slow
+
 DOCUMENT = (REPOSITORY / "docs" / "attention.md").read_text(encoding="utf-8")
 BLOCKS = dict(re.findall(r"```text\n\$ python -m scripts\.lessons (\w+)\n\n(.*?)\n```", DOCUMENT, re.DOTALL))
 NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?(?:e[+-]\d+)?")

@@ -296,6 +296,7 @@ def test_the_tables_say_what_was_measured(small):
     assert "none so long" in shown["short"]
 
 
+@pytest.mark.slow
 def test_there_is_a_picture_of_every_report(small, tmp_path):
     pytest.importorskip("matplotlib")
     for name, result in reports(small).items():

@@ -18,6 +18,8 @@ from scripts import evaluate as script
 from training import checkpoint
 from training.evaluation import windows
 
+pytestmark = pytest.mark.slow
+
 SMALL = ["samples=2", "sample_tokens=40", "ngram_order=3"]
 
 

@@ -138,6 +138,7 @@ def test_a_model_pack_for_decoding_writes_what_the_model_writes(small, arguments
         torch.testing.assert_close(model.extended(70)(tokens), longer, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 @needs_compiler
 @pytest.mark.parametrize("int8", [False, True], ids=["fp32", "int8"])
 @pytest.mark.parametrize("d_head", range(1, 9))

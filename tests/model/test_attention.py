@@ -291,6 +291,7 @@ def test_each_layer_and_head_is_collected_and_nothing_stays(small):
     assert torch.equal(model(tokens), logits)
 
 
+@pytest.mark.slow
 def test_a_compiled_model_is_collected_from_too_and_stays_compiled(small):
     model, tokens, compiled = small(), torch.randint(17, (2, 6)), []
 

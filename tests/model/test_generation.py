@@ -150,6 +150,7 @@ def test_a_long_prompt_is_read_in_chunks(small, monkeypatch):
 # --- rows -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @schemes
 @pytest.mark.parametrize("overflow", ["error", "slide"])
 @pytest.mark.parametrize("sampling", [{"temperature": 0}, {"top_p": 0.9, "repetition_penalty": 1.3}], ids=str)
@@ -196,6 +197,7 @@ def test_greedy_with_the_cache_is_greedy_without(small, positions, length, n):
     assert write(model, [prompt], n, temperature=0, overflow="slide") == [slowly(model, prompt, n)]
 
 
+@pytest.mark.slow
 @schemes
 @pytest.mark.parametrize(("length", "n"), [*LENGTHS, (3, 20)])
 def test_log_probabilities_are_those_of_a_full_forward(small, positions, length, n):
@@ -443,6 +445,7 @@ class Reads(TorchDispatchMode):
         return function(*arguments, **keywords or {})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stops", [(), (99,)])
 def test_nothing_waits_for_the_device_but_a_look_every_16_columns(small, stops):
     model = small(max_seq_len=100)

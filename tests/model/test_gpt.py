@@ -70,6 +70,7 @@ def test_the_cache_changes_nothing(small, arguments, backend, cuts):
     assert cache.length == 10
 
 
+@pytest.mark.slow
 def test_without_the_mask_a_model_learns_to_look_ahead():
     """Each token has two equally likely successors: log 2 nats is the least that an honest model can reach.
 

@@ -130,6 +130,7 @@ def test_who_edits_a_module_trains_what_he_wrote(small, name, backend, monkeypat
     assert abs(learned_by(model, model) / before - 1) > 1e-4
 
 
+@pytest.mark.slow
 @needs_torch_compile
 @backends
 def test_who_edits_modules_compiles_what_he_wrote(small, backend, monkeypatch):

@@ -150,6 +150,7 @@ def test_ntk_slows_the_slowest_pair_by_the_factor_and_the_fastest_not_at_all():
     assert (ratio.diff() > 0).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("d_k", "factor", "trained"), [(64, 4.0, 2048), (128, 16.0, 4096), (8, 2.0, 64), (16, 8.0, 128)]
 )

@@ -13,6 +13,8 @@ from scripts import benchmark
 from scripts.benchmarks import generate, learn
 from scripts.benchmarks.train import lengths, training
 
+pytestmark = pytest.mark.slow
+
 
 def test_the_benchmark_of_data_measures_both_sides(monkeypatch):
     arguments = ["data", "source=repository", "megabytes=1", "rounds=1", "json=out.json"]

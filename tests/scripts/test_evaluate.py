@@ -8,6 +8,8 @@ from miniature import rows
 
 from data.tokenizer import ByteTokenizer
 
+pytestmark = pytest.mark.slow
+
 hardware = pytest.mark.hardware
 
 

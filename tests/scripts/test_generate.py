@@ -86,6 +86,7 @@ def test_best_of_shows_the_text_that_the_model_finds_most_likely(writer, cfg, mo
     assert capsys.readouterr().out == "".join(f"--- {i + 1} of 2\nab{text_of(t)}\n" for i, t in enumerate(chosen))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch", [1, 2, 100])
 def test_how_many_are_written_at_once_changes_no_text(writer, cfg, batch, capsys):
     for samples in (["num_samples=5"], ["num_samples=2", "best_of=3"]):
@@ -147,6 +148,7 @@ def test_past_the_context_it_says_so_once(writer, cfg, capsys):
     assert capsys.readouterr().err.count("longer than the context of 64 tokens: when full, the last 32") == 1
 
 
+@pytest.mark.slow
 def test_extending_takes_another_model_for_longer_texts_only(writer, cfg):
     assert writer.reaching(64, "extend") is writer.model
     longer = writer.reaching(65, "extend")
@@ -166,6 +168,7 @@ def test_no_seed_draws_one_and_says_which(writer, cfg, model, capsys):
     assert f"seed {seed}\n" not in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_report_counts_what_was_written_and_not_what_was_drawn_behind_a_stop(writer, cfg, model, capsys):
     write_samples(writer, cfg("num_samples=4", "temperature=2.0", "top_p=null", "max_new_tokens=60"), "ab")
     rows = [alone(model, "ab", seed, n=60, temperature=2.0, top_p=None) for seed in range(4)]
@@ -235,6 +238,7 @@ def test_what_makes_no_sense_is_refused(cfg, overrides, message):
 # --- a prompt a line ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_each_line_becomes_lines_of_json_whatever_the_batch(writer, cfg, model, capsys):
     lines = ["To be", "", "a longer prompt than the others", "ü"]
     found = []
@@ -285,6 +289,7 @@ def test_ctrl_c_leaves_the_lines_of_the_batch_as_far_as_they_are(writer, cfg, mo
     assert "seed 0" in err
 
 
+@pytest.mark.slow
 def test_a_file_without_prompts_is_refused(folder, tmp_path):
     (tmp_path / "empty.txt").touch()
     result = command("-m", "scripts.generate", f"checkpoint={folder}", f"prompts_file={tmp_path}/empty.txt")
@@ -371,6 +376,7 @@ def start(folder, *overrides, **options) -> subprocess.Popen:
     return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment, **options)
 
 
+@pytest.mark.slow
 def test_a_prompt_may_be_piped_in_and_the_reader_may_leave(folder):
     process = start(folder, "max_new_tokens=100000", stdin=subprocess.PIPE)
     process.stdin.write(b"To be\n")
@@ -384,6 +390,7 @@ def test_a_prompt_may_be_piped_in_and_the_reader_may_leave(folder):
     assert "seed 0" in errors
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_the_command_with_what_was_written(folder):
     process = start(folder, "max_new_tokens=100000", "num_samples=2", "--", "To be")
     began = process.stdout.read(40)
@@ -399,6 +406,7 @@ def test_ctrl_c_ends_the_command_with_what_was_written(folder):
     assert "Traceback" not in errors.decode()
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_text_after_a_restart_and_int8_writes_too(folder):
     anew = start(folder, "--", "To be").communicate(timeout=120)[0].decode()
     generate = "-m", "scripts.generate", f"checkpoint={folder}"
@@ -410,6 +418,7 @@ def test_the_same_seed_gives_the_same_text_after_a_restart_and_int8_writes_too(f
     assert len(int8) > 10
 
 
+@pytest.mark.slow
 def test_two_prompts_are_one_too_many(folder):
     result = command("-m", "scripts.generate", f"checkpoint={folder}", "prompt_file=a.txt", "--", "To be")
     assert "error: one way to give a prompt is enough" in result.stderr

@@ -6,6 +6,8 @@ import pytest
 
 from conf.scripts import Prepare
 
+pytestmark = pytest.mark.slow
+
 hardware = pytest.mark.hardware
 
 

@@ -10,6 +10,8 @@ from commands import command
 from scripts import runs
 from training import checkpoint
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def make(tmp_path):

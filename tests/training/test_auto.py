@@ -126,6 +126,7 @@ def test_what_a_device_cannot_do_is_refused():
             auto.choose_device("cuda")
 
 
+@pytest.mark.slow
 def test_a_cpu_is_deterministic_and_the_compiler_is_not_imported_for_it():
     code = """
 import sys, torch

@@ -155,6 +155,7 @@ def test_a_checkpoint_is_named_by_run_and_step_or_best_or_path(several, which, n
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_a_damaged_best_is_named_and_the_best_of_the_others_is_used(several, name, damage):
@@ -261,6 +262,7 @@ def dying(monkeypatch, point: int):
     return passed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["a new step", "the same step", "pruning"])
 def test_a_kill_at_any_moment_of_a_save_leaves_a_valid_checkpoint(small, tmp_path, monkeypatch, what):
     """The next process removes the leftovers and saves as usual."""
@@ -398,6 +400,7 @@ ABOUTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrong", ABOUTS)
 def test_wrong_values_in_model_json_are_refused(saved, wrong):
     run, _ = saved
@@ -461,6 +464,7 @@ WEIGHTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrong", WEIGHTS)
 def test_weights_that_do_not_fit_the_model_are_named(saved, wrong):
     run, _ = saved
@@ -497,6 +501,7 @@ TRAININGS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrong", TRAININGS)
 def test_wrong_values_in_training_pt_are_refused(saved, wrong):
     folder = checkpoint.find(saved[0])

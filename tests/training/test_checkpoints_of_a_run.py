@@ -11,6 +11,8 @@ from miniature import at_step, equal, final, rows
 from training import checkpoint, checkpoints, evaluation
 from training.evaluation import Evaluation
 
+pytestmark = pytest.mark.slow
+
 hardware = pytest.mark.hardware
 
 

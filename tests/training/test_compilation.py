@@ -1,8 +1,11 @@
+import pytest
 import torch
 from hardware import needs_torch_compile
 
 from model import GPT, ModelConfig, generate
 from training.compilation import compile_step
+
+pytestmark = pytest.mark.slow
 
 
 def compilations() -> int:

@@ -20,6 +20,8 @@ from conf.entry import REPOSITORY
 from training import auto, checkpoint
 from training.gradients import compute_gradients
 
+pytestmark = pytest.mark.slow
+
 SMALL = [
     "experiment=smoke",
     "precision=fp32",

@@ -76,6 +76,7 @@ def estimated(vocab_size, shape, step, gpu: bool) -> int:
     return estimate.at_peak(estimate.memory(model, documents=False, gpu=gpu, **step))[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_estimated_memory_is_the_profilers_within_a_tenth(name):
     vocab_size, shape, changes = CASES[name]
@@ -198,6 +199,7 @@ def test_ranks_must_divide_the_batch(settings):
         estimate.report(settings("world=3"), 2048, "")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("several", [[], ["micro_batch=1,2", "-m"]])
 def test_a_dry_run_reads_no_text_and_leaves_no_files(tmp_path, several):
     folder = tmp_path / "empty"
@@ -249,6 +251,7 @@ def test_what_does_not_fit_into_memory_is_refused_with_both_sizes():
             estimate.check_fits("a model", n_bytes)
 
 
+@pytest.mark.slow
 def test_the_lower_bound_of_a_steps_memory_is_below_its_estimate():
     for vocab_size, shape, changes in CASES.values():
         step = {**STEP, **changes}

@@ -16,6 +16,8 @@ import train
 from training import checkpoint, engine
 from training import step as one_step
 
+pytestmark = pytest.mark.slow
+
 hardware = pytest.mark.hardware
 
 

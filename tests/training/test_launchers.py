@@ -13,6 +13,8 @@ from wandb_server import wandb_server
 from conf.entry import REPOSITORY
 from training import checkpoint
 
+pytestmark = pytest.mark.slow
+
 hardware = pytest.mark.hardware
 
 

@@ -51,6 +51,7 @@ def make_older(run):
     (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["muon", "adamw"])
 def test_a_run_of_format_1_resumes_bit_for_bit(run, optimizer):
     options = [f"optimizer={optimizer}", "attention=math", "kernels=false", "compile=false", "model.qk_norm=true"]

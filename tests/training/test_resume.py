@@ -37,6 +37,7 @@ def test_a_resumed_run_equals_one_that_never_stopped(run, stop):
         assert same(state[name], resumed_state[name]), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stop", [2, 3])
 def test_sequence_length_warmup_resumes_and_longer_rows_are_no_spike(run, monkeypatch, stop):
     """Rows of 8, 16 and 32 tokens, before and after the stop. The loss may rise when rows become longer."""
@@ -65,6 +66,7 @@ def test_a_resumed_run_reports_changed_settings_and_uses_them(run, capsys):
     assert group["weight_decay"] == 0.3 and list(group["betas"]) == [0.8, 0.9]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("patience", [["patience=2"], []], ids=["patience", ""])
 @pytest.mark.parametrize(
     "damage",
@@ -91,6 +93,7 @@ def test_a_training_state_that_does_not_fit_is_refused_in_one_line(run, monkeypa
         run("one", "resume=auto", *patience)
 
 
+@pytest.mark.slow
 def test_another_architecture_or_tokenizer_is_not_resumed(run, tmp_path):
     run("one", "stop_after=4", "tokenizer=chars")
     with pytest.raises(ValueError, match=r"another model: give model.theta=10000.0$"):
@@ -102,6 +105,7 @@ def test_another_architecture_or_tokenizer_is_not_resumed(run, tmp_path):
             run("one", "resume=auto", *changed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["gone", "newer", "moved", "given"])
 def test_a_corpus_outlives_the_text_that_it_was_made_from(run, tmp_path, capsys, what):
     words, whole = tmp_path / "words.txt", run("whole", "every.checkpoint=4")
@@ -123,6 +127,7 @@ def test_a_corpus_outlives_the_text_that_it_was_made_from(run, tmp_path, capsys,
     assert rows(parts) == rows(whole) and same(final(parts)[0], final(whole)[0])
 
 
+@pytest.mark.slow
 def test_a_run_knows_its_corpus_from_any_folder(run, tmp_path, monkeypatch):
     folder = run("one")
     (tmp_path / "words.txt").unlink()
@@ -134,6 +139,7 @@ def test_a_run_knows_its_corpus_from_any_folder(run, tmp_path, monkeypatch):
     assert shown.returncode == 0 and "times" in shown.stdout, shown.stderr
 
 
+@pytest.mark.slow
 def test_differing_settings_are_reported_at_once_and_can_be_pasted(run, settings, monkeypatch):
     """Before any text is read; also if null became a mapping, or a value needs quotes for Hydra and the shell."""
     odd = """sample.prompt='it\\'s 7 "times", ü={1}'"""
@@ -168,6 +174,7 @@ def test_any_two_values_of_a_setting_can_be_compared(before, now, what):
     assert list(run_folder.differences(before, now)) == what
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint_is_skipped(run, capsys):
     whole = run("whole", "every.checkpoint=4")
     other = run("other", "every.checkpoint=4")
@@ -178,6 +185,7 @@ def test_a_damaged_checkpoint_is_skipped(run, capsys):
     assert same(final(whole)[0], final(other)[0]) and rows(whole) == rows(other)
 
 
+@pytest.mark.slow
 def test_two_runs_do_not_share_a_folder(run):
     run("one")
     with pytest.raises(ValueError, match="already holds checkpoints"):
@@ -187,6 +195,7 @@ def test_two_runs_do_not_share_a_folder(run):
         run("one", "resume=runs/two")
 
 
+@pytest.mark.slow
 def test_resuming_from_a_path_starts_a_new_run(run):
     first = run("first", "stop_after=4")
     before = (first / "metrics.jsonl").read_text()
@@ -216,6 +225,7 @@ def test_packed_documents_resume_bit_for_bit_and_differ_from_a_stream(run):
     assert rows(run("stream", *packed[1:]))[0]["loss"] != rows(whole)[0]["loss"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("packing", ["stream", "documents"])
 def test_epochs_set_the_number_of_steps_for_schedule_and_resuming_too(run, capsys, packing):
     options = [f"packing={packing}", "data.separator='\\n'", "every.log=1"]
@@ -239,6 +249,7 @@ def test_epochs_set_the_number_of_steps_for_schedule_and_resuming_too(run, capsy
         run("warm", *options, "steps=null", "epochs=1.5", "schedule.warmup=99")
 
 
+@pytest.mark.slow
 def test_epochs_of_a_mixture_are_passes_over_all_of_it(run):
     run("one", "stop_after=1")
     run("two", "stop_after=1", "tokenizer=bytes", "data.max_tokens=500")
@@ -248,6 +259,7 @@ def test_epochs_of_a_mixture_are_passes_over_all_of_it(run):
     assert last["epoch"] >= 1 > last["epoch"] - 1 / last["step"] * 2
 
 
+@pytest.mark.slow
 def test_a_finished_run_can_be_made_longer(run):
     """It continues like a run of that length, except for the learning rates of the steps before."""
     run("one")
@@ -256,6 +268,7 @@ def test_a_finished_run_can_be_made_longer(run):
     assert rows(folder)[-1]["lr"] < rows(folder)[-2]["lr"]
 
 
+@pytest.mark.slow
 @hardware
 def test_a_run_can_start_with_the_weights_of_another(run):
     first = run("first", "stop_after=4", "tokenizer=chars")

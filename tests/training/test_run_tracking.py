@@ -9,6 +9,8 @@ from wandb_server import wandb_server
 import train
 from training import tracking
 
+pytestmark = pytest.mark.slow
+
 hardware = pytest.mark.hardware
 
 

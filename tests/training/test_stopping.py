@@ -14,6 +14,8 @@ import train
 from conf.entry import REPOSITORY
 from training import checkpoint, evaluation
 
+pytestmark = pytest.mark.slow
+
 hardware = pytest.mark.hardware
 
 

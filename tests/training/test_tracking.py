@@ -13,6 +13,8 @@ from wandb_server import wandb_server
 from conf.entry import REPOSITORY
 from training import tracking
 
+pytestmark = pytest.mark.slow
+
 KEY = "k" * 40
 
 

@@ -7,6 +7,8 @@ from miniature import final, rows, same
 
 from training import engine
 
+pytestmark = pytest.mark.slow
+
 hardware = pytest.mark.hardware
 
 
