@@ -65,6 +65,7 @@ def test_a_heads_weight_stands_beside_its_effect_and_looking_without_effect_is_s
     assert "A weight is not a cause" in out
 
 
+@pytest.mark.slow
 def test_with_a_corrupted_text_the_table_says_what_patching_each_head_recovers(run):
     out, found = run("corrupted=_cebda")
     shares = {(row["layer"], row["head"]): row["recovered"] for row in found["heads"]}

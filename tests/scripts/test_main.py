@@ -70,6 +70,7 @@ def test_a_shell_completes_commands_settings_and_choices(monkeypatch, capsys, li
     assert inkling(monkeypatch, capsys, "-sc", "query=bash")[1].split() == choices
 
 
+@pytest.mark.slow
 def test_nothing_is_imported_for_help_that_takes_long():
     code = "import sys; from scripts import main; main.main(); assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, check=True, capture_output=True)
