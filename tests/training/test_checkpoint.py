@@ -136,7 +136,7 @@ def several(small, tmp_path):
         10: {"val_loss": 2.0},
         20: {"val_loss": 1.0},
         30: {},
-        40: {"val_loss": 0.5, "compared_loss": 3.0},  # val_loss is on another part of the text
+        40: {"val_loss": 0.5, "compared_loss": 3.0},  # on another part of the text than the others
     }.items():
         model = small(257, tied=True).float()
         save(tmp_path / "run" / "checkpoints" / f"step_{step:08}", model, step, **metrics)

@@ -17,7 +17,7 @@ hardware = pytest.mark.hardware
 
 
 def losses_are(monkeypatch, *values: float) -> list:
-    """Makes the evaluations return these losses in turn; returns the list of their limits, which grows."""
+    """Makes the evaluations return these losses in turn; returns a list that collects their limits."""
     values, limits = iter(values), []
     monkeypatch.setattr(
         evaluation, "evaluate", lambda *_, **k: (limits.append(k["limit"]), Evaluation(next(values), 1, 1))[1]

@@ -48,7 +48,7 @@ CASES = {
     "checkpointed, bf16": (300, TINY, {"activation_checkpointing": True, "precision": "bf16"}),
 }
 
-RATES = dict.fromkeys(("lr", "lr_embedding", "lr_head", "lr_norm"), 1e-3)
+LRS = dict.fromkeys(("lr", "lr_embedding", "lr_head", "lr_norm"), 1e-3)
 
 
 def two_steps(
@@ -58,7 +58,7 @@ def two_steps(
     model.use(BACKENDS[attention])
     if checkpointing:
         checkpoint_activations(model)
-    settings = RATES | {"betas": [0.9, 0.99], "eps": 1e-8, "weight_decay": 0.1, "momentum": 0.9}
+    settings = LRS | {"betas": [0.9, 0.99], "eps": 1e-8, "weight_decay": 0.1, "momentum": 0.9}
     optimizer = build_optimizer(model, OptimizerConfig(optimizer, **settings), precision)
     for _ in range(2):
         tokens, targets = torch.randint(vocab_size, (2, rows, seq_len)).to(device)

@@ -9,7 +9,7 @@ from training.step import update
 
 CPU = torch.device("cpu")
 NO_SCALER = torch.amp.GradScaler("cpu", enabled=False)
-RATES = {"lr": 0.1, "lr_embedding": 0.1, "lr_head": 0.1, "lr_norm": 0.1}
+LRS = {"lr": 0.1, "lr_embedding": 0.1, "lr_head": 0.1, "lr_norm": 0.1}
 OPTIONS = {"betas": [0.9, 0.99], "eps": 1e-8, "weight_decay": 0.1, "momentum": 0.9}
 
 
@@ -53,7 +53,7 @@ def test_an_fp16_overflow_skips_its_step_and_does_not_hold_the_next():
     scaler.scale(torch.ones(()))
     assert judge(gate, 1.0, math.inf, scaler) == OVERFLOW and gate.shut == 1
     assert judge(gate, 1.0, 1.0, scaler) == FINE and gate.shut == 0 and gate.losses() == [1.0]
-    scaler._scale.fill_(0.5)  # too small for the scale to be the reason
+    scaler._scale.fill_(0.5)  # too small a scale to cause an overflow
     assert judge(gate, 1.0, math.inf, scaler) == NOT_FINITE
 
 
@@ -61,7 +61,7 @@ def test_an_fp16_overflow_skips_its_step_and_does_not_hold_the_next():
 @pytest.mark.parametrize("step", [0, 2], ids=["first", "third"])
 def test_a_shut_gate_keeps_weights_and_optimizer_state(small, name, step):
     model = small().float()
-    optimizer = build_optimizer(model, OptimizerConfig(name, **RATES, **OPTIONS))
+    optimizer = build_optimizer(model, OptimizerConfig(name, **LRS, **OPTIONS))
     for n in range(step + 1):
         for parameter in model.parameters():
             parameter.grad = torch.randn_like(parameter)
@@ -86,7 +86,7 @@ def test_an_open_gate_changes_nothing(small, name):
     for gate in (None, make_gate(sigmas=3.0, window=2, on_spike="rollback")):
         torch.manual_seed(0)
         model = small().float()
-        optimizer = build_optimizer(model, OptimizerConfig(name, **RATES, **OPTIONS))
+        optimizer = build_optimizer(model, OptimizerConfig(name, **LRS, **OPTIONS))
         for _ in range(3):
             for parameter in model.parameters():
                 parameter.grad = torch.randn_like(parameter)

@@ -93,7 +93,7 @@ def test_after_a_spike_a_run_rolls_back_and_ends_as_without_that_batch(run, monk
 
 @pytest.mark.parametrize("every", [1, 2, 100])
 def test_repeated_spikes_end_the_run_where_it_can_resume(run, monkeypatch, every):
-    """However often it saves. Another text from step 5 on would be such a case."""
+    """However often it saves. Every loss is a spike from step 5 on, as if the text had changed there."""
     options = ["spike_window=3", "spike_sigmas=10", f"every.checkpoint={every}", "steps=12"]
     without = run("without", *options, "skip_batches=[4,5,6]")
     steps, lr_factor, gradients = [], train.lr_factor, one_step.compute_gradients

@@ -7,11 +7,11 @@ import torch
 from training.optimizer import WIDTH, Muon, OptimizerConfig, build_optimizer, orthogonalised, parameter_groups
 from training.step import update
 
-RATES = {"lr": 0.02, "lr_embedding": 0.01, "lr_head": 0.03, "lr_norm": 0.004}
+LRS = {"lr": 0.02, "lr_embedding": 0.01, "lr_head": 0.03, "lr_norm": 0.004}
 
 
 def muon(model, **changes):
-    settings = RATES | {"betas": [0.9, 0.95], "eps": 1e-10, "weight_decay": 0.0, "momentum": 0.95} | changes
+    settings = LRS | {"betas": [0.9, 0.95], "eps": 1e-10, "weight_decay": 0.0, "momentum": 0.95} | changes
     return build_optimizer(model, OptimizerConfig("muon", **settings))
 
 
@@ -30,13 +30,13 @@ def changes(model, optimizer) -> dict[str, torch.Tensor]:
 def test_every_weight_is_in_one_group_and_only_matrices_and_head_decay(small, tied):
     model = small(tied=tied, qk_norm=True, positions="learned")
     names = {id(p): name for name, p in model.named_parameters()}
-    kinds = {g["name"]: [names[id(p)] for p in g["params"]] for g in parameter_groups(model, **RATES, weight_decay=0.1)}
+    kinds = {g["name"]: [names[id(p)] for p in g["params"]] for g in parameter_groups(model, **LRS, weight_decay=0.1)}
     assert sorted(name for group in kinds.values() for name in group) == sorted(names.values())
     assert all(".w" in n or ".gate" in n or ".up" in n or ".down" in n for n in kinds["matrices"])
     assert all("norm" in n for n in kinds["norms"])
     assert kinds["embeddings"] == ["embedding.weight", "position_embedding.table.weight"]
     assert kinds.get("head") == (None if tied else ["head.weight"])
-    decays = {g["name"]: g["weight_decay"] for g in parameter_groups(model, **RATES, weight_decay=0.1)}
+    decays = {g["name"]: g["weight_decay"] for g in parameter_groups(model, **LRS, weight_decay=0.1)}
     assert {name for name, decay in decays.items() if decay} == ({"matrices"} if tied else {"matrices", "head"})
 
 
@@ -136,7 +136,7 @@ def test_the_lr_of_each_group_is_its_initial_lr_times_the_factor(small):
 def test_a_state_dict_holds_all_that_the_optimizer_needs(small, name):
     """A copy made from weights and state dict takes the same steps."""
     model = small(tied=True)
-    settings = RATES | {"betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1, "momentum": 0.9}
+    settings = LRS | {"betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1, "momentum": 0.9}
     optimizer = build_optimizer(model, OptimizerConfig(name, **settings))
     give_gradients(model), optimizer.step()
     other = copy.deepcopy(model)

@@ -241,7 +241,7 @@ def test_epochs_set_the_number_of_steps_for_schedule_and_resuming_too(run, capsy
     assert final(parts)[1]["steps"] == json.loads((parts / "environment.json").read_text())["steps"] == last["step"]
     run("parts", *options, "steps=null", "epochs=1.5", "resume=auto")
     assert f"the run ends at {last['step']}; increase steps" in capsys.readouterr().out
-    run("parts", *options, "steps=null", "epochs=1", "resume=auto")  # fewer than are done
+    run("parts", *options, "steps=null", "epochs=1", "resume=auto")  # fewer steps than are done
     assert run.code == 0 and rows(parts) == rows(epochs)
     longer = run("parts", *options, "steps=null", "epochs=2", "resume=auto")
     assert rows(longer)[-1]["epoch"] >= 2
@@ -285,7 +285,7 @@ def test_a_run_can_start_with_the_weights_of_another(run):
         ValueError, match=rf"has {these} model.theta=10000.0, this run {those} model.theta=3.0: they must"
     ):
         run("other", *options, "model.d_ff=40", "model.theta=3")
-    assert run("started", *options, "model.zero_init=true").is_dir()  # not used when there are weights
+    assert run("started", *options, "model.zero_init=true").is_dir()  # no effect on weights that are loaded
     with pytest.raises(ValueError, match="resume or with init_from, got both"):
         run("other", *options, f"resume={first}")
     with pytest.raises(ValueError, match="there is no checkpoint at nowhere"):

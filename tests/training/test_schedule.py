@@ -5,14 +5,14 @@ from hypothesis import strategies as st
 from training.schedule import ScheduleConfig, lr_factor, row_length, row_lengths
 
 
-def rates(decay: str, warmup: int = 10, final: float = 0.1) -> list[float]:
+def lrs(decay: str, warmup: int = 10, final: float = 0.1) -> list[float]:
     schedule = ScheduleConfig(decay, warmup, cooldown=0.2, final=final)
     return [2.0 * lr_factor(t, 100, schedule) for t in range(100)]
 
 
 @pytest.mark.parametrize("decay", ["linear", "cosine", "wsd", "constant"])
 def test_the_lr_rises_to_its_peak_and_never_rises_again(decay):
-    values = rates(decay)
+    values = lrs(decay)
     assert values[0] == pytest.approx(0.2)  # above zero from the first step
     assert values[9] == pytest.approx(2.0) == max(values)
     assert all(a < b for a, b in zip(values[:9], values[1:10], strict=True))
@@ -20,22 +20,22 @@ def test_the_lr_rises_to_its_peak_and_never_rises_again(decay):
 
 
 def test_the_lr_ends_near_its_final_fraction():
-    assert rates("linear")[-1] == pytest.approx(0.2, abs=0.03)
-    assert rates("cosine")[-1] == pytest.approx(0.2, abs=0.01)
-    assert rates("constant")[-1] == 2.0
-    assert 0 < rates("linear", final=0.0)[-1] < 0.03
+    assert lrs("linear")[-1] == pytest.approx(0.2, abs=0.03)
+    assert lrs("cosine")[-1] == pytest.approx(0.2, abs=0.01)
+    assert lrs("constant")[-1] == 2.0
+    assert 0 < lrs("linear", final=0.0)[-1] < 0.03
 
 
 def test_linear_and_cosine_meet_half_way_down():
-    assert rates("linear", warmup=0)[50] == pytest.approx(rates("cosine", warmup=0)[50])
+    assert lrs("linear", warmup=0)[50] == pytest.approx(lrs("cosine", warmup=0)[50])
 
 
 def test_without_warmup_the_lr_starts_at_its_peak():
-    assert rates("cosine", warmup=0)[0] == 2.0
+    assert lrs("cosine", warmup=0)[0] == 2.0
 
 
 def test_wsd_is_constant_and_falls_linearly_in_the_cooldown():
-    values = rates("wsd", warmup=0, final=0.0)
+    values = lrs("wsd", warmup=0, final=0.0)
     assert set(values[:80]) == {2.0}
     assert values[90] == pytest.approx(1.0)
     assert values[-1] == pytest.approx(0.1)

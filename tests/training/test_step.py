@@ -12,8 +12,8 @@ CPU = torch.device("cpu")
 
 
 def adamw(model, lr, weight_decay=0.1):
-    rates = {"lr": lr, "lr_embedding": lr, "lr_head": lr, "lr_norm": lr}
-    config = OptimizerConfig("adamw", **rates, betas=[0.9, 0.99], eps=1e-8, weight_decay=weight_decay)
+    lrs = {"lr": lr, "lr_embedding": lr, "lr_head": lr, "lr_norm": lr}
+    config = OptimizerConfig("adamw", **lrs, betas=[0.9, 0.99], eps=1e-8, weight_decay=weight_decay)
     return build_optimizer(model, config)
 
 
@@ -29,7 +29,7 @@ def one_step(model, tokens, targets, micro_batch, lr=1e-2, clip=1e9, optimizer=N
 
 
 def test_rows_that_are_cut_are_independent(small):
-    """Rows of 12 tokens cut at 3 equal rows of 3 tokens: no token sees one before the cut."""
+    """Rows of 12 tokens that are cut every 3 equal rows of 3 tokens: no token sees across a cut."""
     tokens, targets = torch.randint(17, (4, 12)), torch.randint(17, (4, 12))
     found = []
     for shape, length in (((4, 12), 3), ((16, 3), None), ((4, 12), None)):
