@@ -30,6 +30,15 @@ def test_a_template_asks_questions_with_labels(name):
     assert len(set(ids)) == len(ids)
 
 
+def test_the_workflow_runs_what_the_makefile_has():
+    jobs = read(".github/workflows/tests.yml")["jobs"]
+    commands = [step["run"] for job in jobs.values() for step in job["steps"] if "run" in step]
+    assert {"make lint", "make quick", "make test"} <= set(commands)
+    makefile = (REPOSITORY / "Makefile").read_text(encoding="utf-8")
+    for command in commands:
+        assert re.search(rf"^{command.removeprefix('make ')}:", makefile, re.MULTILINE), command
+
+
 def test_the_workflow_has_every_python_that_is_supported():
     versions = read(".github/workflows/tests.yml")["jobs"]["tests"]["strategy"]["matrix"]["python"]
     low, high = (int(minor) for minor in re.fullmatch(r">=3\.(\d+),<3\.(\d+)", PROJECT["requires-python"]).groups())

@@ -10,13 +10,10 @@ import pytest
 import torch
 from commands import command
 from torch.distributed.run import get_args_parser
-from wandb.cli.cli import cli as wandb_cli
 
 from conf.entry import REPOSITORY
 from conf.scripts import Benchmark, Lessons, Prepare
 from model import feed_forward
-
-pytestmark = pytest.mark.slow
 
 PAGES = {
     str(path.relative_to(REPOSITORY)): path.read_text(encoding="utf-8")
@@ -152,6 +149,8 @@ def test_the_command_works(folder, line):
 def test_what_needs_the_network_composes(settings, line):
     program, *words = shlex.split(line)
     if program == "wandb":
+        from wandb.cli.cli import cli as wandb_cli
+
         assert words[0] in wandb_cli.commands
         assert all((REPOSITORY / word).is_file() for word in words if word.endswith(".yaml"))
         return
