@@ -45,11 +45,10 @@ def test_every_claim_holds(name):
     assert not refused(measured(name))
 
 
-@pytest.mark.parametrize("seed", [1, 2])
 @pytest.mark.parametrize("name", SEEDED)
-def test_what_is_learned_does_not_hang_on_the_seed(name, seed):
-    assert not refused(measured(name, seed))
-    assert measured(name, seed).numbers != measured(name).numbers
+def test_what_is_learned_does_not_depend_on_the_seed(name):
+    assert not refused(measured(name, 1))
+    assert measured(name, 1).numbers != measured(name).numbers
 
 
 @pytest.mark.parametrize("name", [name for name in LESSONS if name not in (*SEEDED, "cost")])

@@ -415,15 +415,10 @@ def test_it_generates_its_story_next_to_a_longer_prompt(stories):
     assert ids == expected[:128]
 
 
-@pytest.mark.parametrize("cached", [True, False])
-def test_it_generates_its_story_compiled(stories, cached):
-    """With a cache, token by token; without, each position's most likely next token at once."""
+def test_it_predicts_its_story_compiled(stories):
     folder, _, expected = stories
     model = checkpoint.load_model(folder)
-    model.compile(dynamic=cached)
-    if cached:
-        assert greedy(model, expected[:1]) == [expected]
-        return
+    model.compile(dynamic=False)
     with torch.inference_mode():
         assert model(torch.tensor([expected[:-1]]))[0].argmax(-1).tolist() == expected[1:]
 

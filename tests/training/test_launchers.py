@@ -51,14 +51,13 @@ def test_the_jobs_of_a_multirun_are_runs_of_one_group(tmp_path, monkeypatch):
 def test_a_sweep_goes_through_submitit(tmp_path):
     """With submitit's local executor in place of SLURM's; the second launch resumes the first."""
     small = ["experiment=smoke", "every.sample=100", "hydra.sweep.dir=sweep", "hydra/launcher=submitit_local"]
-    for steps, seeds in ((2, "3"), (4, "3,4")):
+    for steps in (2, 4):
         more = [f"steps={steps}", "schedule.warmup=1", "hydra.launcher.timeout_min=5"]
-        result = command(str(REPOSITORY / "train.py"), "-m", f"seed={seeds}", "resume=auto", *small, *more)
+        result = command(str(REPOSITORY / "train.py"), "-m", "seed=3", "resume=auto", *small, *more)
         assert result.returncode == 0, result.stderr + result.stdout
-    for job, steps in enumerate((["step_00000004", "step_00000002"], ["step_00000004"])):
-        folder = tmp_path / "sweep" / str(job)
-        assert f"seed: {3 + job}" in (folder / "config.yaml").read_text()
-        assert [path.name for path in checkpoint.steps(folder)] == steps
+    folder = tmp_path / "sweep" / "0"
+    assert "seed: 3" in (folder / "config.yaml").read_text()
+    assert [path.name for path in checkpoint.steps(folder)] == ["step_00000004", "step_00000002"]
 
 
 @hardware

@@ -22,7 +22,7 @@ def half_as_long(state: dict):
 
 
 @hardware
-@pytest.mark.parametrize("stop", [1, 3, 4, 7])
+@pytest.mark.parametrize("stop", [1, 4, 7])
 def test_a_resumed_run_equals_one_that_never_stopped(run, stop):
     """Bit for bit in weights, optimizer, random state and rows; with dropout, accumulation, an epoch's end."""
     whole = run("whole")
