@@ -1,1 +1,1 @@
-"""Text, tokens and files. A corpus goes through sources, tokenizer, prepare, corpus and batches, in this order."""
+"""Text, tokens and files. A corpus passes through sources, tokenizer, prepare, corpus and batches, in this order."""

@@ -1,9 +1,9 @@
-"""Batch t as a pure function of (seed, t): resuming needs no loader state, only the number of the step.
+"""Batch t is a pure function of (seed, t): resuming needs no loader state, only the step number.
 
-The corpus is a row of windows, or of packed documents; an epoch visits each once, in an order that is computed and not
-stored: a permutation keyed by seed and epoch. Rows are counted from the beginning of training, so that the size of a
-batch decides only how many come at once. Windows begin at different offsets in each epoch, so that the same token is
-not always seen at the same place.
+The corpus is a sequence of rows: windows, or packed documents. An epoch visits each row once, in an order that is
+computed, not stored: a permutation keyed by seed and epoch. Rows are numbered from the start of training, so the batch
+size changes only how many are taken at once, not their order. Each epoch cuts its windows at a different offset, so a
+token is not always at the same position.
 """
 
 import math
@@ -19,12 +19,12 @@ from data.corpus import IGNORE, Corpus, Tokens
 from data.tokenizer import Tokenizer
 
 ROUNDS = 6
-BLOCK = 4096  # rows whose places are computed at once, at most: no more than an epoch has
-ORDER = 2  # of the batches of a seed: runs that began with order 1 go on with it
+BLOCK = 4096  # rows whose starts are computed at once; fewer if an epoch has fewer
+ORDER = 2  # version of the batch order; runs started with order 1 keep it when they resume
 
 
 def mix(x: np.ndarray) -> np.ndarray:
-    """A hash of 64-bit numbers: every bit of the input changes about half of the output (splitmix64, 2014)."""
+    """Hashes 64-bit numbers: flipping any input bit flips about half of the output bits (splitmix64, 2014)."""
     x = x + np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -32,7 +32,7 @@ def mix(x: np.ndarray) -> np.ndarray:
 
 
 def key(*numbers: int) -> np.ndarray:
-    """One 64-bit number out of several."""
+    """Hashes several integers to one 64-bit number."""
     out = np.zeros(1, np.uint64)
     for number in numbers:
         out = mix(out ^ np.uint64(number))
@@ -40,10 +40,10 @@ def key(*numbers: int) -> np.ndarray:
 
 
 def permute(index: np.ndarray, n: int, seed: int, epoch: int) -> np.ndarray:
-    """Where a random-looking permutation of 0 .. n-1 sends each index (any shape), in constant memory.
+    """Maps each index (any shape) by a pseudorandom permutation of 0 .. n-1, in constant memory.
 
-    A Feistel network permutes the numbers of 2h bits, whatever its round function; a result of n or above is sent
-    through again until it falls below (cycle walking, "Ciphers with Arbitrary Finite Domains", 2002).
+    A Feistel network permutes the 2h-bit numbers, whatever its round function; a result of n or more is passed through
+    again until it is below n (cycle walking, "Ciphers with Arbitrary Finite Domains", 2002).
     """
     half = max(1, ((n - 1).bit_length() + 1) // 2)
     bits, mask = np.uint64(half), np.uint64(2**half - 1)
@@ -62,10 +62,10 @@ def permute(index: np.ndarray, n: int, seed: int, epoch: int) -> np.ndarray:
 
 
 class Windows:
-    """Rows cut from the whole text, one window of seq_len tokens after the other ("stream").
+    """Rows are consecutive windows of seq_len tokens, cut from the concatenated text (packing "stream").
 
-    Each offset that leaves room for them is that of some epoch, so that each token but the first is a target in some.
-    In order 1 there were seq_len of them at most: the end of the text, up to seq_len - 1 tokens, was never seen.
+    An epoch's offset is drawn from all that leave room for its windows, so every token but the first is a target in
+    some epoch. Order 1 drew from at most seq_len offsets, so up to seq_len - 1 tokens at the end were never seen.
     """
 
     def __init__(self, tokens: Tokens, seq_len: int, seed: int, order: int = ORDER):
@@ -79,7 +79,7 @@ class Windows:
         self._of_block = lru_cache(maxsize=4)(lambda i: self.starts(np.arange(i * self.block, (i + 1) * self.block)))
 
     def starts(self, ordinals: np.ndarray) -> np.ndarray:
-        """First token of each row, of which `ordinals` says the how-manieth since the beginning of training it is."""
+        """Returns the first token of each row; `ordinals` number rows from the start of training."""
         epochs, index = ordinals // self.count, ordinals % self.count
         starts = np.empty(len(ordinals), np.int64)
         for epoch in np.unique(epochs).tolist():
@@ -89,8 +89,8 @@ class Windows:
         return starts
 
     def rows(self, ordinals: np.ndarray) -> dict[str, np.ndarray]:
-        """Of ordinals in ascending order."""
-        blocks = ordinals // self.block  # many starts at once cost little more than a few
+        """Returns the rows with these ordinals, which must ascend: tokens and targets, each (n, seq_len)."""
+        blocks = ordinals // self.block  # computing many starts at once costs little more than a few
         parts = [self._of_block(i)[ordinals[blocks == i] % self.block] for i in np.unique(blocks).tolist()]
         starts = np.concatenate(parts)
         rows = self.tokens.windows(starts, self.seq_len + 1)
@@ -101,12 +101,11 @@ class Windows:
 
 
 class Documents:
-    """Rows of whole documents side by side, none of which sees another ("documents").
+    """Rows are packed with whole documents, which do not attend to each other (packing "documents").
 
-    A document longer than a row is cut into pieces of seq_len. Rows are packed in the order of the corpus, each filled
-    until the next piece does not fit, and an epoch visits them in an order of its own. What is left of a row is
-    padding: its targets are not counted, and it is a document of its own. Of conversations, pieces without a word of an
-    answer are left out.
+    A document longer than a row is cut into pieces of seq_len. Rows are packed in corpus order, each filled until the
+    next piece does not fit; each epoch visits the rows in its own order. The rest of a row is padding: its targets are
+    IGNORE, and it has document number -1. Pieces of conversations that hold no part of an answer are left out.
     """
 
     def __init__(self, tokens: Tokens, seq_len: int, seed: int, tokenizer: Tokenizer):
@@ -115,7 +114,7 @@ class Documents:
         pairs = ends - starts - 1  # inputs that have a target in their document
         starts, pairs = starts[pairs > 0], pairs[pairs > 0]
         if len(starts) == 0:
-            raise ValueError("packing=documents needs documents of 2 tokens or more, there are none")
+            raise ValueError("packing=documents needs documents of at least 2 tokens, but there are none")
         cuts = -(-pairs // seq_len)
         piece = np.arange(cuts.sum()) - np.repeat(np.cumsum(cuts) - cuts, cuts)  # number of the piece in its document
         self.starts = np.repeat(starts, cuts) + seq_len * piece
@@ -125,7 +124,7 @@ class Documents:
             first, end = (np.searchsorted(learned, self.starts + 1 + shift) for shift in (0, self.lengths))
             self.starts, self.lengths = self.starts[end > first], self.lengths[end > first]
         filled = np.cumsum(self.lengths)
-        firsts = [0]  # piece that each row begins with
+        firsts = [0]  # the first piece of each row
         while firsts[-1] < len(filled):
             before = filled[firsts[-1] - 1] if firsts[-1] else 0
             firsts.append(int(np.searchsorted(filled, before + seq_len, side="right")))
@@ -153,7 +152,7 @@ class Documents:
 
 
 class Mixture:
-    """Rows from several sources, in shares that hold for any stretch of them: after n rows, n times a share each."""
+    """Interleaves rows of several sources: after any n rows, each source has given n times its share, rounded."""
 
     UNITS = 2**20
 
@@ -164,9 +163,10 @@ class Mixture:
         self.count = sum(source.count for source in sources)
 
     def assign(self, ordinals: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Which source each row comes from, and its ordinal there: a closed formula, evenly spread.
+        """Returns the source of each row and the row's ordinal in that source, in closed form and evenly interleaved.
 
-        The first source takes row n where floor(n * share) steps up; what it leaves is a row of the others' own.
+        The first source takes row n if floor(n * share) steps up there; the remaining rows, renumbered from 0, are
+        shared by the other sources in the same way.
         """
         which, index = np.empty_like(ordinals), ordinals.copy()
         left, total = np.arange(len(ordinals)), self.UNITS
@@ -187,48 +187,48 @@ class Mixture:
         rows: dict[str, np.ndarray] = {}
         for k in np.unique(which).tolist():
             here = which == k
-            for name, some in self.sources[k].rows(index[here]).items():
-                rows.setdefault(name, np.empty((len(ordinals), *some.shape[1:]), some.dtype))[here] = some
+            for name, array in self.sources[k].rows(index[here]).items():
+                rows.setdefault(name, np.empty((len(ordinals), *array.shape[1:]), array.dtype))[here] = array
         return rows
 
 
 class Batches:
-    """batch(t) gives step t: tokens and targets (rows, seq_len), int64, and what else forward is to be told.
+    """batch(t) returns the batch of step t: tokens and targets, (rows, seq_len) int64, and forward's other arguments.
 
-    Of the `rows` of a batch, rank i of so many gets the i-th equal part.
+    The `rows` of a batch are divided equally among the ranks: rank i takes the i-th part.
     """
 
     def __init__(self, source: Windows | Documents | Mixture, rows: int, rank: int = 0, ranks: int = 1):
         if rows % ranks:
             raise ValueError(
-                f"a batch of {rows} rows (batch_tokens / seq_len) cannot be shared by {ranks} ranks equally"
+                f"a batch of {rows} rows (batch_tokens / seq_len) cannot be divided equally among {ranks} ranks"
             )
         self.source, self.rows, self.rank, self.ranks = source, rows, rank, ranks
 
     def batch(self, step: int) -> dict[str, Tensor]:
         mine = self.rows // self.ranks
         ordinals = step * self.rows + self.rank * mine + np.arange(mine)
-        return {name: torch.from_numpy(some) for name, some in self.source.rows(ordinals).items()}
+        return {name: torch.from_numpy(array) for name, array in self.source.rows(ordinals).items()}
 
     def count(self, step: int) -> int:
-        """Targets of step `step` that are learned, on all ranks: none has to ask the others."""
+        """Returns the number of targets that count in the loss of `step`, over all ranks, without communication."""
         if isinstance(self.source, Windows) and self.source.tokens.learned is None:
             return self.rows * self.source.seq_len
         rows = self.source.rows(step * self.rows + np.arange(self.rows))
         return int((rows["targets"] != IGNORE).sum())
 
     def epoch(self, step: int) -> float:
-        """Epochs done before step `step`."""
+        """Returns the epochs completed before `step`."""
         return step * self.rows / self.source.count
 
     def steps(self, epochs: float) -> int:
-        """Steps after which so many epochs are done, at least 1."""
+        """Returns the number of steps, at least 1, that complete `epochs`."""
         return max(1, math.ceil(round(epochs * self.source.count / self.rows, 9)))
 
     def stream(self, start: int, end: int, device: torch.device) -> Iterator[tuple[int, dict[str, Tensor]]]:
-        """Batches start .. end - 1 on a device, each after its count.
+        """Yields (count, batch) for steps start .. end - 1, the batch on `device`.
 
-        Each is read, by a thread, while the one before it is worked on.
+        A thread reads the next batch while the current one is used.
         """
 
         def read(step: int) -> tuple[int, dict[str, Tensor]]:
@@ -237,11 +237,11 @@ class Batches:
             return count, {n: x.pin_memory() for n, x in batch.items()} if device.type == "cuda" else batch
 
         with ThreadPoolExecutor(1) as pool:
-            coming = pool.submit(read, start)
+            pending = pool.submit(read, start)
             for step in range(start, end):
-                count, batch = coming.result()
+                count, batch = pending.result()
                 if step + 1 < end:
-                    coming = pool.submit(read, step + 1)
+                    pending = pool.submit(read, step + 1)
                 yield count, {name: x.to(device, non_blocking=True) for name, x in batch.items()}
 
 
@@ -255,9 +255,9 @@ def make_batches(
     ranks: int = 1,
     order: int = ORDER,
 ) -> Batches:
-    """The batches of a corpus, or of several by their weights; packing "stream" or "documents"."""
+    """Makes the batches of a corpus, or of a weighted mixture; `packing` is "stream" or "documents"."""
     if not 1 <= order <= ORDER:
-        raise ValueError(f"the run takes its batches in order {order}, this version knows 1 to {ORDER}")
+        raise ValueError(f"the run uses batch order {order}, this version knows 1 to {ORDER}")
 
     def source(corpus: Corpus):
         if packing == "documents":

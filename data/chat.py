@@ -1,4 +1,4 @@
-"""Conversations as text, by a template, and which of it a model is to learn: the answers."""
+"""Renders conversations as text by a template, and marks the answers: only these are trained on."""
 
 from collections.abc import Callable
 
@@ -6,40 +6,42 @@ import numpy as np
 
 from data.tokenizer import Tokenizer
 
-ANSWERS = "assistant"  # the role whose turns are learned
+ANSWERS = "assistant"  # the role whose turns are trained on
 
 Turns = list[tuple[str, str]]  # of (role, content)
-Spans = tuple[tuple[int, int], ...]  # of characters, from one to the one before another
+Spans = tuple[tuple[int, int], ...]  # of characters: (start, end), end excluded
 
 
 def turns(messages, template: dict[str, str], where: str, text: Callable[[object, str], str]) -> Turns:
-    """A list of messages, each a mapping with role and content; `text` checks a content.
+    """Returns the turns of a list of messages, each a dict with role and content; `text` checks each content.
 
-    ValueError, which begins with `where`, for anything else.
+    Raises a ValueError that starts with `where` for anything else.
     """
     if not isinstance(messages, list):
-        raise ValueError(f"{where} holds no list of messages but {type(messages).__name__}: set data.messages_column")
+        raise ValueError(
+            f"{where} must have a list of messages, got {type(messages).__name__}: set data.messages_column"
+        )
     found = []
     for i, message in enumerate(messages, 1):
         place = f"{where}, message {i}"
         if not isinstance(message, dict) or not {"role", "content"} <= set(message):
             there = ", ".join(message) if isinstance(message, dict) else type(message).__name__
-            raise ValueError(f"{place} must have role and content, there is {there or 'nothing'}")
+            raise ValueError(f"{place} must have role and content, got {there or 'nothing'}")
         role, content = message["role"], message["content"]
         if not isinstance(role, str) or role not in template:
             known = ", ".join(template)
-            raise ValueError(f"{place} has the role {role!r}, known are {known}: give data.template one more")
+            raise ValueError(f"{place} has the role {role!r}, data.template has only {known}: add it there")
         if not isinstance(content, str):
-            raise ValueError(f"{place} must have a text as content, got {type(content).__name__}")
+            raise ValueError(f"{place}: content must be a string, got {type(content).__name__}")
         found.append((role, text(content, place)))
     return found
 
 
 def render(conversation: Turns, template: dict[str, str]) -> tuple[str, Spans]:
-    """The text of a conversation, and the spans of it that are learned: answers, with what ends their turn.
+    """Returns the text of a conversation, and the spans to train on: each answer with the end of its turn.
 
-    A space before an answer is learned with it, so that a prompt ends where nobody types one. ("", ()) where there is
-    no answer to learn; an empty answer is none.
+    The space before an answer belongs to its span, so that a prompt needs no trailing space. Returns ("", ()) if no
+    answer has any text.
     """
     text, learned = "", []
     for role, content in conversation:
@@ -52,11 +54,12 @@ def render(conversation: Turns, template: dict[str, str]) -> tuple[str, Spans]:
 
 
 def encode(text: str, learned: Spans, tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray]:
-    """(ids, learned) of a conversation, equally long: each span is tokenised on its own, as it comes after a prompt.
+    """Returns a conversation's ids and, for each id, whether it is trained on.
 
-    End-of-text follows, also where documents of this tokenizer only have a beginning; it is learned after an answer.
+    Each span is tokenised separately, as a generated answer would follow its prompt. End-of-text is appended, even if
+    this tokenizer's documents have only a start token; after an answer it is trained on.
     """
-    empty = tokenizer.documents([""])  # what begins any text, and mostly what ends it
+    empty = tokenizer.documents([""])  # the start token, if any, and mostly the end token
     begin = empty[empty != tokenizer.eos_id]
     ids, flags, at = [begin], [np.zeros(len(begin), bool)], 0
     for start, end in (*learned, (len(text), len(text))):

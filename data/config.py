@@ -1,4 +1,4 @@
-"""Which text, and in which tokens: the settings, with their rules."""
+"""Settings of the data and the tokenizer, with their rules."""
 
 import unicodedata
 from dataclasses import dataclass, field
@@ -11,26 +11,26 @@ from pydantic import AfterValidator
 
 def _text(value: str) -> str:
     if "\0" in value:
-        raise ValueError(f"must not hold the character NUL, got {value!r}")
+        raise ValueError(f"must not contain the character NUL, got {value!r}")
     return value
 
 
 def _name(value: str) -> str:
     if not value.strip() or any(unicodedata.category(c) == "Cc" for c in value):
-        raise ValueError(f"must be a text that is not empty, without control characters, got {value!r}")
+        raise ValueError(f"must not be empty or contain control characters, got {value!r}")
     return value
 
 
 Text = Annotated[str, AfterValidator(_text)]
-Name = Annotated[Text, AfterValidator(_name)]  # of something: not empty, and without control characters
-PathName = Annotated[Name, AfterValidator(expanduser)]  # of a file or folder: ~ and ~user stand for a home folder
+Name = Annotated[Text, AfterValidator(_name)]  # not empty, without control characters
+PathName = Annotated[Name, AfterValidator(expanduser)]  # of a file or folder; ~ and ~user are expanded
 Count = Annotated[int, Ge(1), Le(10**15)]
 CHAT = ("messages_column", "prompt_column", "answer_column")
 
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Where text comes from. Settings with a default are younger than corpora and checkpoints that know them not."""
+    """Where the text comes from. Settings with a default are missing in older corpora and checkpoints."""
 
     source: Literal["shakespeare", "files", "hub", "tokens", "corpus", "mixture"]
     paths: list[PathName]
@@ -66,33 +66,33 @@ class DataConfig:
         if self.source in ("tokens", "corpus", "mixture") and self.max_tokens is not None:
             raise ValueError(f"data.max_tokens has no use for data={self.source}, got {self.max_tokens}")
         if self.separator == "":
-            raise ValueError("data.separator must hold at least one character, or be null, got an empty text")
+            raise ValueError("data.separator must have at least one character, or be null, got an empty string")
         if chat := list(self.chat_columns()):
             self._check_chat(chat)
 
     def _check_chat(self, columns: list[str]):
         if self.source not in ("files", "hub"):
-            raise ValueError(f"{columns[0]} is for data=files and data=hub, got data={self.source}")
+            raise ValueError(f"{columns[0]} needs data=files or data=hub, got data={self.source}")
         if columns not in (["data.messages_column"], ["data.prompt_column", "data.answer_column"]):
             given = ", ".join(columns)
             raise ValueError(f"give data.messages_column, or data.prompt_column and data.answer_column, got {given}")
         for role in ("user", "assistant"):
             if role not in self.template:
                 got = ", ".join(self.template) or "nothing"
-                raise ValueError(f"data.template must say how {role} is written, got {got}")
+                raise ValueError(f"data.template must have an entry for {role}, got {got}")
         for role, text in self.template.items():
             if text.count("{}") != 1:
-                raise ValueError(f"data.template.{role} must hold {{}} once, where the content goes, got {text!r}")
+                raise ValueError(f"data.template.{role} must contain {{}} once, where the content goes, got {text!r}")
 
     def chat_columns(self) -> dict[str, str]:
-        """Of rows that hold conversations, the columns, by the settings that name them; of plain text none."""
+        """Returns the columns of conversations by the settings that name them; empty for plain text."""
         columns = {f"data.{name}": getattr(self, name) for name in CHAT}
         return {name: column for name, column in columns.items() if column is not None}
 
 
 @dataclass(frozen=True)
 class TokenizerConfig:
-    """How text becomes tokens. Of the settings with a default, see DataConfig."""
+    """How text becomes tokens. For settings with a default see DataConfig."""
 
     kind: Literal["bpe", "bytes", "chars", "tiktoken", "json", "saved"]
     vocab_size: Annotated[int, Ge(257), Le(2**24)] | None
@@ -113,24 +113,24 @@ class TokenizerConfig:
             raise ValueError("tokenizer=tiktoken needs tokenizer.encoding, got null")
         if self.kind == "bpe" and self.vocab_size is not None and self.vocab_size < 256 + len(self.special):
             raise ValueError(
-                f"tokenizer.vocab_size must hold the 256 bytes and the special tokens, {256 + len(self.special)}, "
-                f"got {self.vocab_size}"
+                f"tokenizer.vocab_size must be at least {256 + len(self.special)}, for the 256 bytes and the special "
+                f"tokens, got {self.vocab_size}"
             )
         if not self.special or len(set(self.special)) < len(self.special) or "" in self.special:
             names = f"different names, at least one and none empty, got {self.special}"
             raise ValueError(f"tokenizer.special must be {names}")
         if self.parse_special and self.kind not in ("bpe", "tiktoken", "json"):
-            why = "a saved one does as it was made" if self.kind == "saved" else "others have no special tokens to name"
-            of = "tokenizer=bpe, tiktoken and json"
-            raise ValueError(f"tokenizer.parse_special=true is of {of}, got {self.kind}: {why}")
-        begins = [(a, b) for a in self.special for b in self.special if a != b and b.startswith(a)]
-        if self.parse_special and begins:
-            a, b = begins[0]
-            raise ValueError(f"tokenizer.special: with parse_special no name may begin with another, got {b} and {a}")
+            why = "a saved one keeps its own setting" if self.kind == "saved" else "it has no special tokens to parse"
+            needed = "tokenizer=bpe, tiktoken or json"
+            raise ValueError(f"tokenizer.parse_special=true needs {needed}, got {self.kind}: {why}")
+        prefixes = [(a, b) for a in self.special for b in self.special if a != b and b.startswith(a)]
+        if self.parse_special and prefixes:
+            a, b = prefixes[0]
+            raise ValueError(f"tokenizer.special: with parse_special no name may start with another, got {b} and {a}")
 
 
 def check_together(data: DataConfig, tokenizer: TokenizerConfig):
-    """ValueError where there can be no such tokens of such a source."""
+    """Raises a ValueError if this source cannot be tokenised by this tokenizer."""
     ready = ("bytes", "tiktoken", "json", "saved")
     if data.source == "tokens" and tokenizer.kind not in ready:
         raise ValueError(f"data=tokens needs the tokenizer that made them, {', '.join(ready)}, got {tokenizer.kind}")

@@ -1,4 +1,4 @@
-"""A prepared corpus: opened, checked, and read as one long row of tokens."""
+"""A prepared corpus: opens it, checks it, and reads it as one long sequence of tokens."""
 
 import hashlib
 import json
@@ -20,18 +20,18 @@ from data.split import Split, check_names, choose, is_file_named, share_hash
 from data.tokenizer import Tokenizer, load_tokenizer
 
 FORMAT = 2
-FORMAT_OF_ANSWERS = 3  # of a corpus that says which of its tokens are learned: older versions would learn them all
-IGNORE = -100  # a target that is not counted
-SCAN = 2**24  # tokens looked at at once
+FORMAT_OF_ANSWERS = 3  # of a corpus with a loss mask, which older versions would ignore
+IGNORE = -100  # a target that does not count in the loss
+SCAN = 2**24  # tokens scanned at once
 
 
 class Tokens:
-    """Several arrays as one sequence; where they are memory-mapped, only what is read is loaded.
+    """Several arrays as one sequence; of memory-mapped ones, only the part that is read is loaded.
 
-    vocab_size: read refuses tokens outside it. sums: of each array that is a file its path and SHA-256, which are
-    compared where the file is first read, so that what a disk has damaged is refused before anything is learned from
-    it, and no more is hashed (a second a gigabyte) than is read. `learned`, as many numbers as there are tokens, is 0
-    for those that no target is made of; None: all are targets.
+    vocab_size: tokens outside it are an error when they are read. sums: the path and SHA-256 of each array that is a
+    file; the checksum is verified when the file is first read, so that damaged data is never trained on, and only files
+    that are used are hashed (one second per gigabyte). learned: a loss mask with one number per token, 0 for tokens
+    that are no targets; None if all are targets.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class Tokens:
         learned: "Tokens | None" = None,
     ):
         self.vocab_size, self.sums, self.learned = vocab_size, sums or [], learned
-        self.unread = {number for number, one in enumerate(self.sums) if one is not None}
+        self.unverified = {number for number, entry in enumerate(self.sums) if entry is not None}
         self.arrays = [array.view(np.ndarray) for array in arrays]  # a memmap's own slicing is slow
         self.ends = list(accumulate(len(array) for array in arrays))
 
@@ -50,26 +50,26 @@ class Tokens:
         return self.ends[-1] if self.ends else 0
 
     def read(self, start: int, length: int) -> np.ndarray:
-        """Tokens start .. start + length - 1, across arrays where need be."""
+        """Returns tokens start .. start + length - 1, across arrays if necessary."""
         tokens = self._read(start, length)
         if self.vocab_size is not None and len(tokens) and (largest := int(tokens.max())) >= self.vocab_size:
             raise ValueError(f"token {largest} in the text is outside the tokenizer's vocabulary of {self.vocab_size}")
         return tokens
 
     def targets(self, start: int, length: int) -> np.ndarray:
-        """As read, int64, with IGNORE for tokens that are not learned."""
+        """Like read, as int64, with IGNORE for tokens that are not trained on."""
         tokens = self.read(start, length).astype(np.int64)
         return tokens if self.learned is None else np.where(self.learned.read(start, length), tokens, IGNORE)
 
     def _read(self, start: int, length: int) -> np.ndarray:
         array = bisect_right(self.ends, start)
         offset = start - (self.ends[array - 1] if array else 0)
-        if self.unread and length > 0:
-            for number in self.unread.intersection(range(array, bisect_right(self.ends, start + length - 1) + 1)):
+        if self.unverified and length > 0:
+            for number in self.unverified.intersection(range(array, bisect_right(self.ends, start + length - 1) + 1)):
                 path, sha256 = self.sums[number]
-                with advising(delete(path.parent.parent)):
+                with advising(delete_advice(path.parent.parent)):
                     check_sum(path, sha256)
-                self.unread.discard(number)
+                self.unverified.discard(number)
         if start + length <= self.ends[array]:
             return self.arrays[array][offset : offset + length]
         pieces = []
@@ -81,19 +81,19 @@ class Tokens:
         return np.concatenate(pieces)
 
     def windows(self, starts: np.ndarray, length: int) -> np.ndarray:
-        """read(start, length) for each start, (n, length) int64."""
+        """Returns read(start, length) for each start, (n, length) int64."""
         out = np.empty((len(starts), length), np.int64)
         for row, start in zip(out, starts.tolist(), strict=True):
             row[:] = self.read(start, length)
         return out
 
     def pieces(self) -> Iterator[np.ndarray]:
-        """All of it, piece by piece."""
+        """Yields all tokens, SCAN at a time."""
         for start in range(0, len(self), SCAN):
             yield self.read(start, min(SCAN, len(self) - start))
 
     def find(self, token: int) -> np.ndarray:
-        """Where a token stands, all of it, in order."""
+        """Returns the positions of a token, in ascending order."""
         found = [i * SCAN + np.flatnonzero(piece == token) for i, piece in enumerate(self.pieces())]
         return np.concatenate(found) if found else np.empty(0, np.int64)
 
@@ -103,14 +103,14 @@ Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
 
 class Shard(TypedDict):
-    file: Annotated[str, Field(pattern=r"^\w+/\w+\.bin$")]  # of the corpus's own folder, wherever that is
+    file: Annotated[str, Field(pattern=r"^\w+/\w+\.bin$")]  # relative to the corpus folder
     tokens: Annotated[Count, Field(ge=1)]
     sha256: Sha256
     learned_sha256: NotRequired[Sha256]
 
 
 class Shards(TypedDict):
-    """Of a split."""
+    """The shards of a split, and their totals."""
 
     documents: Count
     tokens: Count
@@ -126,7 +126,7 @@ class Format(TypedDict):
 
 
 class Manifest(Format):
-    """manifest.json, as far as it is read here."""
+    """manifest.json, the keys that are read here."""
 
     dtype: Literal["uint16", "uint32"]
     tokenizer: Sha256
@@ -140,10 +140,10 @@ class Corpus:
     train: Tokens
     validation: Tokens
     manifest: Mapping[str, Any]
-    mixture: list[tuple["Corpus", float]] = field(default_factory=list)  # what it is mixed from, with weights
+    mixture: list[tuple["Corpus", float]] = field(default_factory=list)  # its parts, with their weights
 
     def fingerprint(self) -> str:
-        """A hash of every token and the tokenizer: equal for equal text, wherever it came from."""
+        """Returns a hash of every token and the tokenizer: equal for equal text, whatever its source."""
         if self.mixture:
             parts = [[corpus.fingerprint(), weight] for corpus, weight in self.mixture]
             return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
@@ -152,9 +152,9 @@ class Corpus:
         return hashlib.sha256(json.dumps([self.manifest["tokenizer"], shards]).encode()).hexdigest()
 
     def check_length(self, seq_len: int):
-        """Refuses a text that is too short: a window needs one token more than it reads, the last target.
+        """Raises a ValueError if the text is too short: a window needs seq_len + 1 tokens, for the last target.
 
-        Held-out text need not fill a window, but two tokens there must be.
+        The validation text need not fill a window, but needs two tokens.
         """
         for corpus, _ in self.mixture:
             corpus.check_length(seq_len)
@@ -164,18 +164,20 @@ class Corpus:
                 f"({self.folder}): give more text or a seq_len of at most {len(self.train) - 1}"
             )
         if len(self.validation) < 2:
-            raise ValueError(f"the held-out text has {len(self.validation)} tokens ({self.folder}): give more text")
+            raise ValueError(
+                f"the validation text has only {len(self.validation)} tokens ({self.folder}): give more text"
+            )
 
 
 def open_corpus(folder: str | Path, full: bool = False) -> Corpus:
-    """Opens what prepare() wrote; a file that is missing or of the wrong size is refused by name.
+    """Opens what prepare() wrote. Raises a ValueError that names a missing file or one of the wrong size.
 
-    full: each shard is read and compared with its checksum too, which takes a second a gigabyte.
+    full: also verifies the checksum of each shard, which takes one second per gigabyte.
     """
     folder = Path(folder)
     if not (folder / "manifest.json").exists():
         raise ValueError(f"there is no corpus in {folder}: manifest.json is missing")
-    with advising(delete(folder)):
+    with advising(delete_advice(folder)):
         manifest = _read_manifest(folder)
         for split in manifest["splits"].values():
             for shard in split["shards"]:
@@ -198,7 +200,7 @@ def open_corpus(folder: str | Path, full: bool = False) -> Corpus:
 
 
 def mask_of(shard: Shard) -> Shard | None:
-    """The file beside a shard that says, a byte a token, which of its tokens are learned; None where all are."""
+    """Returns the loss mask next to a shard, one byte per token, as a shard itself; None if all tokens are targets."""
     if "learned_sha256" not in shard:
         return None
     file = str(Path(shard["file"]).with_suffix(".learned"))
@@ -207,19 +209,19 @@ def mask_of(shard: Shard) -> Shard | None:
 
 @dataclass
 class Known:
-    """The corpus that a checkpoint has learned from: where it was, its fingerprint, and where the checkpoint is."""
+    """The corpus that a checkpoint was trained on: its folder then, its fingerprint, and the checkpoint's folder."""
 
     folder: str
     fingerprint: str
     checkpoint: Path
 
     def find(self) -> Corpus | None:
-        """Where it was, or in a folder corpora here or beside the checkpoint's runs; None where it is not whole."""
+        """Opens it where it was, or in a folder corpora/ here or near the run; None if it is missing or damaged."""
         above = [Path(), *self.checkpoint.resolve().parents[:4]]
         for place in [Path(self.folder), *(folder / "corpora" / Path(self.folder).name for folder in above)]:
             try:
                 corpus = open_corpus(place)
-            except ValueError:  # not there, or damaged: it is prepared anew
+            except ValueError:  # missing or damaged: the caller prepares it again
                 continue
             if corpus.fingerprint() == self.fingerprint:
                 return corpus
@@ -227,7 +229,7 @@ class Known:
 
 
 def learned_from(about: Mapping[str, Any], checkpoint: Path) -> Known | None:
-    """The corpus that the model.json of a checkpoint's folder, `about`, names; None where it names none."""
+    """Returns the corpus named in a checkpoint's model.json, `about`; None if it names none."""
     if "corpus" not in about:
         return None
     return Known(about["corpus"]["folder"], about["corpus"]["fingerprint"], checkpoint)
@@ -235,26 +237,26 @@ def learned_from(about: Mapping[str, Any], checkpoint: Path) -> Known | None:
 
 def _read_manifest(folder: Path) -> Manifest:
     path = folder / "manifest.json"
-    written = read_json(path, Format)["format"]
-    if written not in (FORMAT, FORMAT_OF_ANSWERS):
-        raise ValueError(f"{folder} has format {written}, this version reads {FORMAT} and {FORMAT_OF_ANSWERS}")
+    version = read_json(path, Format)["format"]
+    if version not in (FORMAT, FORMAT_OF_ANSWERS):
+        raise ValueError(f"{folder} has format {version}, this version reads {FORMAT} and {FORMAT_OF_ANSWERS}")
     manifest = read_json(path, Manifest)
     for name, split in manifest["splits"].items():
-        if any((mask_of(shard) is not None) != (written == FORMAT_OF_ANSWERS) for shard in split["shards"]):
+        if any((mask_of(shard) is not None) != (version == FORMAT_OF_ANSWERS) for shard in split["shards"]):
             raise ValueError(
-                f"{path} is damaged: all shards have a learned_sha256 in format {FORMAT_OF_ANSWERS}, and none in "
-                f"{FORMAT}, got format {written} and others in {name}"
+                f"{path} is damaged: in format {FORMAT_OF_ANSWERS} every shard has a learned_sha256, in format "
+                f"{FORMAT} none, got format {version} and other shards in {name}"
             )
     return manifest
 
 
-def delete(folder: Path) -> str:
-    return f"delete {folder} and start again to prepare it anew"
+def delete_advice(folder: Path) -> str:
+    return f"delete {folder} and start again"
 
 
 @contextmanager
 def advising(what: str) -> Iterator[None]:
-    """Adds to a ValueError what to do."""
+    """Appends to a ValueError what to do about it."""
     try:
         yield
     except ValueError as error:
@@ -262,7 +264,7 @@ def advising(what: str) -> Iterator[None]:
 
 
 def check_shard(folder: Path, shard: Shard, dtype: np.dtype, full: bool):
-    """ValueError unless the file, and the one beside it that masks it, has its size and, if `full`, its checksum."""
+    """Raises a ValueError unless a shard and its loss mask have their sizes and, if `full`, their checksums."""
     path, expected = folder / shard["file"], shard["tokens"] * dtype.itemsize
     found = path.stat().st_size if path.exists() else None
     if found != expected:
@@ -274,19 +276,19 @@ def check_shard(folder: Path, shard: Shard, dtype: np.dtype, full: bool):
 
 
 def check_sum(path: Path, sha256: str):
-    """ValueError unless the file has this checksum."""
+    """Raises a ValueError unless the file has this checksum."""
     with path.open("rb") as file:
         if hashlib.file_digest(file, "sha256").hexdigest() != sha256:
-            raise ValueError(f"{path} is damaged, its checksum is not that of the manifest")
+            raise ValueError(f"{path} is damaged: its checksum is not the one in the manifest")
 
 
 def open_mixture(corpora: dict[str, float]) -> Corpus:
-    """Several prepared corpora as one, each with its weight; they must share one tokenizer."""
+    """Opens several prepared corpora as one, each with its weight; they must have the same tokenizer."""
     mixture = [(open_corpus(folder), float(weight)) for folder, weight in corpora.items()]
     first = mixture[0][0]
     for corpus, weight in mixture:
         if not 0 < weight < math.inf:
-            raise ValueError(f"data.corpora: weights must be above 0 and finite, got {weight} for {corpus.folder}")
+            raise ValueError(f"data.corpora: weights must be positive and finite, got {weight} for {corpus.folder}")
         if corpus.manifest["tokenizer"] != first.manifest["tokenizer"]:
             raise ValueError(
                 f"data.corpora: {corpus.folder} and {first.folder} have different tokenizers: prepare one with "
@@ -302,17 +304,17 @@ def open_mixture(corpora: dict[str, float]) -> Corpus:
 def _joined(parts: list[Tokens], vocab_size: int) -> Tokens:
     masks = None
     if any(part.learned is not None for part in parts):
-        all_of = (part.learned or Tokens([np.broadcast_to(np.uint8(1), len(part))], sums=[None]) for part in parts)
-        masks = _joined(list(all_of), 2)
-    arrays, sums = ([one for part in parts for one in getattr(part, name)] for name in ("arrays", "sums"))
+        filled = (part.learned or Tokens([np.broadcast_to(np.uint8(1), len(part))], sums=[None]) for part in parts)
+        masks = _joined(list(filled), 2)
+    arrays, sums = ([entry for part in parts for entry in getattr(part, name)] for name in ("arrays", "sums"))
     return Tokens(arrays, vocab_size, sums, masks)
 
 
 def open_token_files(paths: list[str], tokenizer: Tokenizer, validation: list[str], share: float) -> Corpus:
-    """Raw tokens, uint16 or by a vocabulary above 65,536 uint32, as datatrove writes them (.ds), read as they are.
+    """Opens raw token files, as datatrove writes them (.ds): uint16, or uint32 if the vocabulary exceeds 65,536.
 
-    Held out are the files that `validation` names by patterns; where it is empty about `share` of the tokens, by hashes
-    of the files' names, as of documents: see `choose`. A file that is cut is cut where a document begins.
+    `validation` is a list of patterns of file names; if it is empty, about `share` of the tokens are chosen by hashes
+    of the file names, see `choose`. A file is only cut at the start of a document.
     """
     dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32)
     arrays = {}
@@ -320,7 +322,8 @@ def open_token_files(paths: list[str], tokenizer: Tokenizer, validation: list[st
         size = Path(path).stat().st_size
         if size == 0 or size % dtype.itemsize:
             raise ValueError(
-                f"{path} has {size} bytes, no multiple of {dtype.itemsize}: it holds no {dtype.name} tokens"
+                f"{path} has {size} bytes, which is no positive multiple of {dtype.itemsize}: it cannot hold "
+                f"{dtype.name} tokens"
             )
         arrays[path] = np.memmap(path, dtype, "r")
     check_names(validation, list(arrays))
@@ -329,7 +332,7 @@ def open_token_files(paths: list[str], tokenizer: Tokenizer, validation: list[st
         split = Split(validation, 0.0, cut=share)
     else:
         split = choose(list(hashes.values()), [len(array) for array in arrays.values()], share)
-    cuts = {}  # where what is held out of a file begins
+    cuts = {}  # of each file, where its validation text starts
     for path, array in arrays.items():
         part = split.share_of(hashes[path], len(array))
         if validation:
@@ -338,24 +341,24 @@ def open_token_files(paths: list[str], tokenizer: Tokenizer, validation: list[st
         cuts[path] = _next_document(array, at, tokenizer) if 0 < part < 1 else at
     train = [array[: cuts[path]] for path, array in arrays.items() if cuts[path] > 0]
     rest = [array[cuts[path] :] for path, array in arrays.items() if cuts[path] < len(array)]
-    for name, some in (("train", train), ("validation", rest)):
-        if not some:
+    for name, pieces in (("train", train), ("validation", rest)):
+        if not pieces:
             raise ValueError(f"no file is left for {name}: data.validation {validation}, files {', '.join(arrays)}")
-    # no checksum of what may be terabytes: names and sizes, and how they are cut where hashes alone do not tell it
+    # in place of checksums of what may be terabytes: names, sizes, and the cuts unless the hashes imply them
     lowest = {path for path, value in hashes.items() if value < share} or {min(hashes, key=hashes.__getitem__)}
     by_hash = {path: 0 if path in lowest else len(array) for path, array in arrays.items()}
-    told = validation or len(arrays) == 1 or cuts == by_hash
+    implied = validation or len(arrays) == 1 or cuts == by_hash
     shards = [
-        {"file": path, "tokens": len(array), "sha256": f"{path}:{len(array)}" + ("" if told else f":{cuts[path]}")}
+        {"file": path, "tokens": len(array), "sha256": f"{path}:{len(array)}" + ("" if implied else f":{cuts[path]}")}
         for path, array in arrays.items()
     ]
     manifest = {"tokenizer": tokenizer.fingerprint(), "splits": {"all": {"shards": shards}}}
-    learned, held = Tokens(train, tokenizer.vocab_size), Tokens(rest, tokenizer.vocab_size)
-    return Corpus(Path(paths[0]).parent, tokenizer, learned, held, manifest)
+    splits = Tokens(train, tokenizer.vocab_size), Tokens(rest, tokenizer.vocab_size)
+    return Corpus(Path(paths[0]).parent, tokenizer, *splits, manifest)
 
 
 def _next_document(tokens: np.ndarray, at: int, tokenizer: Tokenizer) -> int:
-    """Where the first document that does not begin before `at` begins; `at` itself where there is none."""
+    """Returns the start of the first document that starts at or after `at`; `at` itself if there is none."""
     before = max(at - 1, 0)
     starts = tokenizer.document_bounds(Tokens([tokens[before:]]))[0]
     return before + int(starts[1]) if len(starts) > 1 else at

@@ -1,4 +1,4 @@
-"""Files that others wrote, or that a disk damaged: what stands in them is checked before it is believed."""
+"""Reads files that may be damaged or come from elsewhere: their content is validated before it is used."""
 
 import errno
 import json
@@ -12,15 +12,15 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-OF_A_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 
 
 def read_json(path: str | Path, shape: Any) -> Any:
-    """What a JSON file holds, which must have `shape`: a type with those of its parts, for dicts a TypedDict.
+    """Returns the content of a JSON file, which must have the type `shape`; for dicts, a TypedDict.
 
-    Types are taken strictly (no "1" or 1.0 or true for 1), keys that the shape does not name are kept as they are. For
-    numbers write pydantic's FiniteFloat, since JSON's reader takes NaN and 1e999, and bounds for whole ones, which
-    may have thousands of digits. ValueError, a line with the file and the place in it, for whatever does not fit.
+    Types are strict (no "1", 1.0 or true for 1); keys that `shape` does not name are kept as they are. Declare floats
+    as pydantic's FiniteFloat, since the JSON parser accepts NaN and 1e999, and give integers bounds, since they may
+    have thousands of digits. Raises a ValueError of one line, with the file and the key, for whatever does not fit.
     """
     try:
         content = Path(path).read_bytes()
@@ -32,16 +32,16 @@ def read_json(path: str | Path, shape: Any) -> Any:
 
 
 def parse_json(content: bytes | str, shape: Any, name: str) -> Any:
-    """As read_json, of what is there already; `name` says what it is in the ValueError."""
+    """Like read_json, for content already in memory; `name` is what the ValueError calls it."""
     if not content.strip():
         raise ValueError(f"{name} is empty")
-    with _in_a_line(name):
+    with _one_line_error(name):
         return _adapter(shape).validate_json(content, strict=True, extra="allow")
 
 
 def check_shape(value: Any, shape: Any, name: str) -> Any:
-    """The same of what another reader has read; where `shape` is a dataclass, one of these."""
-    with _in_a_line(name):
+    """Like read_json, for a parsed value; if `shape` is a dataclass, returns an instance of it."""
+    with _one_line_error(name):
         adapter = _adapter(shape)
         if is_dataclass(shape):
             return adapter.validate_json(json.dumps(value, default=repr), strict=True, extra="ignore")
@@ -50,21 +50,21 @@ def check_shape(value: Any, shape: Any, name: str) -> Any:
 
 @contextmanager
 def naming(folder: Path) -> Iterator[None]:
-    """Of a disk that is full, read-only or broken, where the OSError names no file, it names this folder."""
+    """Names this folder in an OSError of a full, read-only or broken disk that names no file."""
     try:
         yield
     except OSError as error:
-        if error.filename is None and error.errno in OF_A_DISK:
+        if error.filename is None and error.errno in DISK_ERRORS:
             error.filename = str(folder)
         raise
 
 
 @contextmanager
-def _in_a_line(name: str) -> Iterator[None]:
+def _one_line_error(name: str) -> Iterator[None]:
     try:
         yield
     except ValidationError as error:
-        raise ValueError(f"{name} is damaged: {_in_words(error)}") from None
+        raise ValueError(f"{name} is damaged: {_describe(error)}") from None
 
 
 @cache
@@ -72,15 +72,13 @@ def _adapter(shape: Any) -> TypeAdapter:
     return TypeAdapter(shape)
 
 
-def _in_words(error: ValidationError) -> str:
-    """The first of what is wrong."""
+def _describe(error: ValidationError) -> str:
+    """Describes the first validation error."""
     first = error.errors(include_url=False)[0]
     where = ".".join(map(str, first["loc"])) or "it"
     if first["type"] == "json_invalid":
         return first["msg"]
-    if (
-        first["type"] == "value_error"
-    ):  # by a rule of a dataclass, which names the settings itself, or by one of a field
+    if first["type"] == "value_error":  # from a dataclass's rule, which names the settings itself, or from a field's
         return f"{where} {first['ctx']['error']}" if first["loc"] else str(first["ctx"]["error"])
     if first["type"] == "missing":
         return f"{where} is missing"

@@ -1,4 +1,4 @@
-"""What earlier versions called settings, figures and weights: what they saved is read under today's names."""
+"""Names that settings, metrics and weights had in earlier versions, so that saved files can still be read."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ VALUES = {("attention", "written"): "math", ("name", "gains"): "norms"}
 
 
 def renamed(saved: Any) -> Any:
-    """Dicts, and lists of them, with today's names for their keys and for the values that were renamed."""
+    """Returns dicts, or lists of them, with former keys and values replaced by the current ones."""
     if isinstance(saved, list):
         return [renamed(item) for item in saved]
     if not isinstance(saved, dict):
@@ -30,5 +30,5 @@ def renamed(saved: Any) -> Any:
 
 
 def weight_name(name: str) -> str:
-    """Of a norm's weight, which was called its gain."""
+    """Returns the current name of a weight: norms called theirs `gain`."""
     return name.removesuffix("gain") + "weight" if name.endswith(".gain") else name

@@ -1,12 +1,12 @@
-"""Documents to token shards on disk: whole or not at all, once.
+"""Prepares documents as token shards on disk, once, and atomically.
 
-    corpora/NAME/             the finished corpus: manifest.json, tokenizer/, shards. It appears by one renaming
-    corpora/.NAME.work/       what is being prepared: plan.json, tokenizer/, and a folder for each part with its shards
-        part_00000_of_00001/  and state.json, from which a run that was killed goes on
+    corpora/NAME/             the finished corpus: manifest.json, tokenizer/, shards; created by a single rename
+    corpora/.NAME.work/       work in progress: plan.json, tokenizer/, and a folder for each part with its shards
+        part_00000_of_00001/  and state.json, from which an interrupted run resumes
 
-Reading is one thread; tokenising, the slow part, is as many as there are cores, a group of documents a call (the
-libraries that do it release Python's lock). Memory holds the first documents while the tokenizer is made, then a few
-groups and one unfinished shard a split, whatever the corpus; a single document is held whole.
+One thread reads; one thread per core tokenises, the slow part, a group of documents per call (the tokenizer libraries
+release the GIL). Memory holds the first documents while the tokenizer is trained, then a few groups and one unfinished
+shard per split, however large the corpus is; a single document must fit in memory.
 """
 
 import hashlib
@@ -44,7 +44,7 @@ from data.corpus import (
     Tokens,
     advising,
     check_shard,
-    delete,
+    delete_advice,
     open_corpus,
     open_mixture,
     open_token_files,
@@ -65,21 +65,21 @@ from data.tokenizer import (
 )
 
 SHARD_TOKENS = 2**26  # 128 MB of uint16
-GROUP_CHARS = 2**20  # documents that go to a thread at once
+GROUP_CHARS = 2**20  # characters in a group of documents, which one thread tokenises
 SPLITS = ("train", "validation")
-PARSING = ("bpe", "tiktoken", "json")  # tokenizers that know parse_special
-TOKENS = (".ds", ".bin")  # how files of tokens are called
+PARSING = ("bpe", "tiktoken", "json")  # tokenizers that have parse_special
+TOKENS = (".ds", ".bin")  # suffixes of token files
 
 
 def prepare(
     data: DataConfig, tokenizer: TokenizerConfig, root: Path = Path("corpora"), known: Known | None = None
 ) -> Corpus:
-    """The corpus of these settings, made if it is not there yet.
+    """Opens the corpus of these settings, and prepares it first if it does not exist.
 
-    Its folder is named after the settings and the state of the source, so a changed file or setting makes another
-    corpus. Of several processes that ask at once, one works and the others wait. Token files, a corpus that is there,
-    and a mixture of such, are opened as they are. `known`, which a checkpoint has learned from with the same settings,
-    is taken where the files are gone, or are others with the same content: it needs its text no more.
+    Its folder name is a hash of the settings and the state of the source, so a changed file or setting makes another
+    corpus. If several processes call this at once, one prepares and the others wait. Token files, a prepared corpus and
+    a mixture of those are opened as they are. `known` is the corpus that a checkpoint was trained on with the same
+    settings: it is used if the files are gone, or were moved or touched with unchanged content.
     """
     if data.source == "corpus":
         return open_corpus(data.paths[0])
@@ -88,46 +88,48 @@ def prepare(
     if data.source == "tokens":
         made = make_tokenizer(tokenizer, [], [])
         paths = sources.find(data.paths, TOKENS)
-        return _say_share(open_token_files(paths, made, data.validation, data.validation_share), data)
+        return _report_share(open_token_files(paths, made, data.validation, data.validation_share), data)
     try:
         folder = corpus_folder(data, tokenizer, root)
-    except ValueError:  # no such files
+    except ValueError:  # the files are gone
         if known is None or (corpus := known.find()) is None:
             raise
-        print(f"the text is not here any more: taking {corpus.folder}, which was made from it")
+        print(f"the source text is gone: using {corpus.folder}, which was prepared from it")
         return corpus
     if not folder.exists() and known is not None and (corpus := known.find()) is not None:
         content = sources.content(data)
         if content is None or content == corpus.manifest.get("content"):
-            print(f"the text is as it was: taking {corpus.folder}, which was made from it")
+            print(f"the source text is unchanged: using {corpus.folder}, which was prepared from it")
             return corpus
     if not folder.exists():
         root.mkdir(parents=True, exist_ok=True)
         with FileLock(root / f".{folder.name}.lock"):
-            if not folder.exists():  # nobody made it while we waited
+            if not folder.exists():  # no other process made it while this one waited
                 with files.naming(folder):
                     prepare_part(data, tokenizer, folder, 0, 1)
                     merge_parts(data, tokenizer, folder, 1)
-    return _say_share(open_corpus(folder), data)
+    return _report_share(open_corpus(folder), data)
 
 
-def _say_share(corpus: Corpus, data: DataConfig) -> Corpus:
-    """Says it where much more or much less is held out than was asked for."""
-    held = len(corpus.validation) / (len(corpus.train) + len(corpus.validation))
-    if not data.validation and not is_about(held, data.validation_share) and os.environ.get("RANK", "0") == "0":
-        asked = f"data.validation_share={data.validation_share}"
-        print(f"{held:.2%} of the text is held out, {asked} asks for {data.validation_share:.2%} ({corpus.folder})")
+def _report_share(corpus: Corpus, data: DataConfig) -> Corpus:
+    """Prints the validation share if it is far from data.validation_share."""
+    share = len(corpus.validation) / (len(corpus.train) + len(corpus.validation))
+    if not data.validation and not is_about(share, data.validation_share) and os.environ.get("RANK", "0") == "0":
+        setting = f"data.validation_share={data.validation_share}"
+        print(
+            f"validation has {share:.2%} of the text, {setting} asks for {data.validation_share:.2%} ({corpus.folder})"
+        )
     return corpus
 
 
 def corpus_folder(data: DataConfig, tokenizer: TokenizerConfig, root: Path) -> Path:
     text = {name: getattr(data, name) for name in ("source", "max_tokens", "validation", "validation_share")}
-    text |= {} if data.max_tokens is None else {"cut": True}  # corpora before had more tokens
+    text |= {} if data.max_tokens is None else {"cut": True}  # older corpora exceeded max_tokens
     vocabulary = {**asdict(tokenizer), "path": None}
-    vocabulary["beginning"] = vocabulary.pop("bos_token")  # its name when the first corpora were prepared
-    if not tokenizer.parse_special:  # corpora before were named without it
+    vocabulary["beginning"] = vocabulary.pop("bos_token")  # its former name, so that the hash stays the same
+    if not tokenizer.parse_special:  # older corpora were named without it
         del vocabulary["parse_special"]
-    if tokenizer.path is not None:  # what it holds counts, not where it is
+    if tokenizer.path is not None:  # its content counts, not its path
         path = Path(tokenizer.path)
         found = sorted(file for file in path.glob("*") if file.is_file()) if path.is_dir() else [path]
         if not found or not found[0].is_file():
@@ -144,29 +146,29 @@ def work_folder(folder: Path) -> Path:
     return folder.parent / f".{folder.name}.work"
 
 
-# --- the plan: what is held out, and the tokenizer ------------------------------------------------------------------
+# --- the plan: the split and the tokenizer --------------------------------------------------------------------------
 
 
 def make_plan(data: DataConfig, tokenizer: TokenizerConfig, folder: Path) -> tuple[Split, Tokenizer]:
-    """Made by whoever comes first, from the first documents of the source; the same for all parts."""
+    """Makes the plan from the first documents of the source, or loads it if another part has made it."""
     work, cache = work_folder(folder), folder.parent / "downloads"
     if not (work / "plan.json").exists():
         sources.check(data)
-        print(f"preparing {folder}: looking at the text, making the tokenizer", flush=True)
+        print(f"preparing {folder}: choosing the validation text, making the tokenizer", flush=True)
         stream = sources.documents(data, cache)
-        some = list(_first(stream, max(tokenizer.train_chars, LOOK)))
+        first = list(_first(stream, max(tokenizer.train_chars, LOOK)))
         rest = next(stream, None)
-        if not some:
+        if not first:
             raise ValueError(f"data: {sources.nothing(data)}")
-        split = plan_split(some, rest is None, data.validation, data.validation_share)
-        learned = _first(some, tokenizer.train_chars)
-        training = (d.text for document in learned for which, d in split.pieces(document) if which == "train")
+        split = plan_split(first, rest is None, data.validation, data.validation_share)
+        sample = _first(first, tokenizer.train_chars)
+        training = (d.text for document in sample for which, d in split.pieces(document) if which == "train")
         unread = chain([rest], stream) if rest is not None else iter(())
-        for remark in [*sources.remarks(data, some), *unparsed(tokenizer, some)]:
+        for remark in [*sources.remarks(data, first), *unparsed(tokenizer, first)]:
             print(remark)
-        make_tokenizer(tokenizer, training, chain(some, unread)).save(work / "tokenizer")
+        make_tokenizer(tokenizer, training, chain(first, unread)).save(work / "tokenizer")
         _write_json(work / "plan.json", {"split": asdict(split), "source_hash": _source_hash(data)})
-    with advising(delete(work)):
+    with advising(delete_advice(work)):
         return files.read_json(work / "plan.json", Plan)["split"], load_tokenizer(work / "tokenizer")
 
 
@@ -183,23 +185,23 @@ def _first(documents: Iterable[Document], chars: int) -> Iterator[Document]:
 
 
 def saved_tokenizer(folder: Path) -> TokenizerConfig:
-    """The settings of one that is there already."""
+    """Returns the settings for a tokenizer saved in a folder."""
     unused = dict.fromkeys(("vocab_size", "pattern", "encoding", "bos_token"))
     return TokenizerConfig("saved", path=str(folder), special=[END_OF_TEXT], train_chars=50_000_000, **unused)
 
 
-def unparsed(tokenizer: TokenizerConfig, some: list[Document]) -> list[str]:
-    """A line for each special token, but end-of-text, whose name is plain text in the first documents."""
+def unparsed(tokenizer: TokenizerConfig, first: list[Document]) -> list[str]:
+    """Returns a remark for each special token, except end-of-text, whose name is plain text in the first documents."""
     if tokenizer.kind not in PARSING or tokenizer.parse_special:
         return []
-    counts = {name: sum(document.text.count(name) for document in some) for name in tokenizer.special[1:]}
-    where = f"in the first {sum(len(document.text) for document in some):,} characters as plain text"
+    counts = {name: sum(document.text.count(name) for document in first) for name in tokenizer.special[1:]}
+    where = f"in the first {sum(len(document.text) for document in first):,} characters as plain text"
     what = "tokenizer.parse_special=true makes it a token"
     return [f"tokenizer.special {name} occurs {n:,} times {where}: {what}" for name, n in counts.items() if n]
 
 
 def make_tokenizer(config: TokenizerConfig, training: Iterable[str], all_documents: Iterable[Document]) -> Tokenizer:
-    """BPE learns from training documents only; an alphabet is not learned, so characters come from all."""
+    """Makes the tokenizer: BPE is trained on training documents only, an alphabet is taken from all documents."""
     kind, special, parse = config.kind, config.special, config.parse_special
     if kind == "bytes":
         return ByteTokenizer()
@@ -216,25 +218,25 @@ def make_tokenizer(config: TokenizerConfig, training: Iterable[str], all_documen
         return load_tokenizer(config.path)
     made = train_bpe(training, config.vocab_size, config.pattern, special, parse)
     if made.vocab_size < config.vocab_size:
-        print(f"the text gives {made.vocab_size} tokens, not the {config.vocab_size} of tokenizer.vocab_size")
+        print(f"the text yields only {made.vocab_size} tokens, tokenizer.vocab_size is {config.vocab_size}")
     return made
 
 
 def _with_special(made: BPETokenizer | JSONTokenizer, names: list[str]) -> Tokenizer:
-    """ValueError where names shall become tokens that there are not."""
+    """Raises a ValueError if the tokenizer lacks special tokens that parse_special needs."""
     missing = [name for name in names if name not in made.special]
     if made.parse_special and missing:
         there = ", ".join(list(made.special)[:20])
-        raise ValueError(f"tokenizer.special: {', '.join(missing)} is none of this tokenizer's, which are {there}")
+        raise ValueError(f"tokenizer.special: this tokenizer has no {', '.join(missing)}, only {there}")
     return made
 
 
-CHARACTERS = 128  # an alphabet that nobody has counted yet, and the end of a text
+CHARACTERS = 128  # assumed size of an alphabet that is not counted yet, with end-of-text
 ENCODINGS = {"gpt2": 50257, "r50k_base": 50257, "p50k_base": 50281, "cl100k_base": 100277, "o200k_base": 200019}
 
 
 def planned_vocabulary(data: DataConfig, tokenizer: TokenizerConfig) -> tuple[int, str]:
-    """How many tokens these settings will give, as far as can be said without the text, and where that comes from."""
+    """Returns the vocabulary size of these settings, estimated without reading the text, and where it comes from."""
     if data.source in ("corpus", "mixture"):
         folder = Path(next(iter(data.corpora or data.paths))) / "tokenizer"
         return load_tokenizer(folder).vocab_size, str(folder)
@@ -242,7 +244,7 @@ def planned_vocabulary(data: DataConfig, tokenizer: TokenizerConfig) -> tuple[in
     if kind == "bpe":
         return tokenizer.vocab_size, "tokenizer.vocab_size"
     if kind == "chars":
-        return CHARACTERS, "assumed: only the text knows its characters"
+        return CHARACTERS, "assumed: the characters are not counted yet"
     if kind == "tiktoken" and tokenizer.encoding in ENCODINGS:
         return ENCODINGS[tokenizer.encoding], tokenizer.encoding
     return make_tokenizer(tokenizer, [], []).vocab_size, tokenizer.encoding or tokenizer.path or kind
@@ -252,7 +254,7 @@ def planned_vocabulary(data: DataConfig, tokenizer: TokenizerConfig) -> tuple[in
 
 
 def prepare_part(data: DataConfig, tokenizer: TokenizerConfig, folder: Path, part: int, parts: int):
-    """Writes the shards of one of several parts; one that was killed goes on behind its last finished shard."""
+    """Writes the shards of one of several parts; an interrupted one resumes after its last finished shard."""
     work = work_folder(folder)
     work.mkdir(parents=True, exist_ok=True)
     with files.naming(work), FileLock(work / "plan.lock"):
@@ -268,7 +270,7 @@ def _write_part(data: DataConfig, folder: Path, split: Split, made: Tokenizer, p
     if writer.done:
         return
     if writer.groups:
-        print(f"going on behind {writer.tokens:,} tokens that are prepared", flush=True)
+        print(f"resuming after {writer.tokens:,} prepared tokens", flush=True)
     empty: Counter = Counter()
     stream = sources.documents(data, folder.parent / "downloads", part, parts, empty)
     each, left = divmod(data.max_tokens, parts) if data.max_tokens is not None else (math.inf, 0)
@@ -279,7 +281,7 @@ def _write_part(data: DataConfig, folder: Path, split: Split, made: Tokenizer, p
     for group in _encoded(groups, split, made, writer.dtype):
         group["train"].cut(limit - writer.tokens, made)
         writer.add(group)
-        size += sum(some.bytes for some in group.values())
+        size += sum(encoded.bytes for encoded in group.values())
         seconds = time.perf_counter() - begin
         if seconds - shown > (1 if sys.stdout.isatty() else 30):
             shown = seconds
@@ -290,7 +292,7 @@ def _write_part(data: DataConfig, folder: Path, split: Split, made: Tokenizer, p
     if sys.stdout.isatty():
         print("\r\x1b[K", end="")
     if data.chat_columns() and empty["rows"]:
-        print(f"{empty['rows']:,} rows are left out: there is no answer in them")
+        print(f"left out {empty['rows']:,} rows that have no answer")
     seconds = time.perf_counter() - begin
     print(f"{size:,} bytes to {writer.tokens:,} tokens in {seconds:.1f} s, {size / 1e6 / seconds:.1f} MB/s", flush=True)
 
@@ -307,7 +309,7 @@ def part_name(part: int, parts: int) -> str:
 
 
 def _groups(documents: Iterable[Document]) -> Iterator[list[Document]]:
-    """Documents in groups of about GROUP_CHARS; the same groups for the same documents."""
+    """Yields documents in groups of about GROUP_CHARS; the same documents always give the same groups."""
     group, chars = [], 0
     for document in documents:
         group.append(document)
@@ -322,9 +324,9 @@ def _groups(documents: Iterable[Document]) -> Iterator[list[Document]]:
 def _until_full(
     groups: Iterable[list[Document]], split: Split, writer: "PartWriter", limit: float
 ) -> Iterator[list[Document]]:
-    """Groups until `limit` tokens to train on are written and something is held out.
+    """Yields groups until `limit` training tokens are written and there is a validation document.
 
-    Of documents that are named to be held out each is looked for to the end, and the others are passed over.
+    If data.validation names documents, it reads on to the end to find all of them, and skips the others.
     """
     for group in groups:
         if writer.tokens >= limit:
@@ -335,7 +337,7 @@ def _until_full(
 
 
 def encode_documents(documents: list[Document], tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray | None]:
-    """The ids of documents, one after the other, and of conversations as many flags: which of them are learned."""
+    """Returns the concatenated ids of documents and, for conversations, whether each is trained on; otherwise None."""
     if documents[0].learned is None:
         return tokenizer.documents([document.text for document in documents]), None
     pairs = [chat.encode(document.text, document.learned, tokenizer) for document in documents]
@@ -344,29 +346,29 @@ def encode_documents(documents: list[Document], tokenizer: Tokenizer) -> tuple[n
 
 
 class Encoded:
-    """Tokens of some documents of a split, and of conversations a byte for each: whether it is learned."""
+    """The tokens of a split's documents in a group and, for conversations, their loss mask."""
 
     def __init__(self, documents: list[Document], tokenizer: Tokenizer, lengths: np.ndarray, dtype: np.dtype):
         texts = [document.text for document in documents]
         nothing: tuple[np.ndarray, np.ndarray | None] = np.empty(0, dtype), None
         tokens, self.learned = encode_documents(documents, tokenizer) if texts else nothing
-        if len(tokens) and tokens.max() >= tokenizer.vocab_size:  # astype would wrap around in silence
+        if len(tokens) and tokens.max() >= tokenizer.vocab_size:  # astype would wrap around silently
             raise AssertionError(f"token {tokens.max()} is outside the vocabulary of {tokenizer.vocab_size}")
         self.tokens = tokens.astype(dtype)
         self.documents = len(documents)
         self.bytes = len("".join(texts).encode("utf-8"))
-        if tokenizer.parse_special and texts:  # a text that holds end-of-text is several documents
+        if tokenizer.parse_special and texts:  # a text that contains end-of-text is several documents
             self.documents = len(tokenizer.document_bounds(Tokens([self.tokens]))[0])
-            if tokenizer.lossless:  # it stands for no bytes
+            if tokenizer.lossless:  # end-of-text counts no bytes
                 self.bytes -= (self.documents - len(documents)) * len(next(iter(tokenizer.special)).encode("utf-8"))
         if tokenizer.lossless and (kept := int(lengths[self.tokens].sum())) != self.bytes:
             raise ValueError(
-                f"of {documents[0].name} and what follows, {self.bytes:,} bytes, the tokens hold {kept:,}: "
+                f"the tokens of {documents[0].name} and what follows hold {kept:,} of {self.bytes:,} bytes: "
                 "tokenizer.pattern must match any text"
             )
 
     def cut(self, n: float, tokenizer: Tokenizer):
-        """Keeps the first n tokens; none where n is not above 0."""
+        """Keeps the first n tokens; none if n is not positive."""
         if n >= len(self.tokens):
             return
         self.tokens = self.tokens[: max(0, int(n))]
@@ -378,7 +380,7 @@ class Encoded:
 def _encoded(
     groups: Iterable[list[Document]], split: Split, tokenizer: Tokenizer, dtype: np.dtype
 ) -> Iterator[dict[str, Encoded]]:
-    """Each group tokenised, in order, several at a time."""
+    """Tokenises groups, several in parallel, and yields them in order."""
     lengths = tokenizer.bytes_per_token()
 
     def encode(group: list[Document]) -> dict[str, Encoded]:
@@ -386,17 +388,17 @@ def _encoded(
         for document in group:
             for which, piece in split.pieces(document):
                 pieces[which].append(piece)
-        return {name: Encoded(some, tokenizer, lengths, dtype) for name, some in pieces.items()}
+        return {name: Encoded(documents, tokenizer, lengths, dtype) for name, documents in pieces.items()}
 
     workers = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     with ThreadPoolExecutor(workers) as pool:
-        waiting: deque = deque()
+        pending: deque = deque()
         for group in groups:
-            waiting.append(pool.submit(encode, group))
-            if len(waiting) > workers + 1:
-                yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()
+            pending.append(pool.submit(encode, group))
+            if len(pending) > workers + 1:
+                yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()
 
 
 class Plan(TypedDict):
@@ -415,24 +417,24 @@ class State(TypedDict):
     splits: Splits
 
 
-def no_shards() -> Shards:
-    """Of a split, before anything is written."""
+def empty_shards() -> Shards:
+    """Returns the entry of a split before anything is written."""
     return {"documents": 0, "tokens": 0, "bytes": 0, "shards": []}
 
 
 class PartWriter:
-    """The shards of a part, and state.json: how many groups of documents they and the unfinished rest hold."""
+    """Writes the shards of a part, and state.json: how many groups are in the shards and the unfinished rest."""
 
     def __init__(self, folder: Path, tokenizer: Tokenizer):
         self.folder = folder
         self.dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32)
         self.groups, self.done = 0, False
-        self.splits = {name: no_shards() for name in SPLITS}
-        # arrays that fill no shard yet; of conversations in two rows, the second a mask
+        self.splits = {name: empty_shards() for name in SPLITS}
+        # arrays that do not fill a shard yet; for conversations in two rows, the second the loss mask
         self.rest: dict[str, list[np.ndarray]] = {name: [] for name in SPLITS}
         folder.mkdir(parents=True, exist_ok=True)
         if (folder / "state.json").exists():
-            with advising(delete(folder.parent)):
+            with advising(delete_advice(folder.parent)):
                 state = files.read_json(folder / "state.json", State)
                 self.groups, self.done, self.splits = state["groups"], state["done"], dict(state["splits"])
                 if not self.done:
@@ -440,18 +442,19 @@ class PartWriter:
 
     @property
     def tokens(self) -> int:
-        """To train on, finished or not."""
+        """Training tokens, in finished shards or not."""
         return self.splits["train"]["tokens"]
 
     def add(self, group: dict[str, Encoded]):
         written = False
-        for name, some in group.items():
+        for name, encoded in group.items():
             split = self.splits[name]
-            split["documents"] += some.documents
-            split["tokens"] += len(some.tokens)
-            split["bytes"] += some.bytes
-            if len(some.tokens):
-                self.rest[name].append(some.tokens if some.learned is None else np.stack([some.tokens, some.learned]))
+            split["documents"] += encoded.documents
+            split["tokens"] += len(encoded.tokens)
+            split["bytes"] += encoded.bytes
+            if len(encoded.tokens):
+                tokens, mask = encoded.tokens, encoded.learned
+                self.rest[name].append(tokens if mask is None else np.stack([tokens, mask]))
             while sum(part.shape[-1] for part in self.rest[name]) >= SHARD_TOKENS:
                 tokens = np.concatenate(self.rest[name], axis=-1)
                 self._write_shard(name, tokens[..., :SHARD_TOKENS])
@@ -479,13 +482,13 @@ class PartWriter:
         shards.append(shard)
 
     def _write_file(self, file: str, numbers: np.ndarray) -> str:
-        """-> the checksum."""
+        """Returns the checksum."""
         content = numbers.tobytes()
         _write(self.folder / file, content)
         return hashlib.sha256(content).hexdigest()
 
     def _save(self):
-        """The rest first, under a new name, then the state that names it: at any moment one of both is whole."""
+        """Saves the rest under a new name, then the state that names it, so that a complete pair always exists."""
         rest = f"rest_{self.groups}.npz"
         if not self.done:
             with (self.folder / rest).open("wb") as file:
@@ -511,24 +514,24 @@ def _write_json(path: Path, content: dict):
 
 
 def _write(path: Path, content: bytes):
-    """Whole or not at all, and on the disk when it returns."""
-    beside = path.with_name(f".{path.name}.new")
-    with beside.open("wb") as file:
+    """Writes a file atomically; it is on the disk when this returns."""
+    temporary = path.with_name(f".{path.name}.new")
+    with temporary.open("wb") as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
-    os.replace(beside, path)
+    os.replace(temporary, path)
 
 
-# --- the whole ------------------------------------------------------------------------------------------------------
+# --- the finished corpus --------------------------------------------------------------------------------------------
 
 
 def merge_parts(data: DataConfig, tokenizer: TokenizerConfig, folder: Path, parts: int):
-    """Checks every shard of every part, writes the manifest, and gives the folder its name."""
+    """Verifies every shard of every part, writes the manifest, and renames the folder to its final name."""
     work = work_folder(folder)
-    with advising(delete(work)):
+    with advising(delete_advice(work)):
         made = load_tokenizer(work / "tokenizer") if (work / "plan.json").exists() else None
-    splits = {name: no_shards() for name in SPLITS}
+    splits = {name: empty_shards() for name in SPLITS}
     names = tuple(part_name(part, parts) for part in range(parts))
     for part, name in enumerate(names):
         writer = PartWriter(work / name, made) if made is not None and (work / name).is_dir() else None
@@ -536,27 +539,27 @@ def merge_parts(data: DataConfig, tokenizer: TokenizerConfig, folder: Path, part
             raise ValueError(f"part {part} of {parts} is not prepared: run it with shard_index={part}")
         for name, split in writer.splits.items():
             for shard in split["shards"]:
-                with advising(delete(work)):
+                with advising(delete_advice(work)):
                     check_shard(work, shard, writer.dtype, full=True)
-            whole = splits[name]
-            whole["documents"] += split["documents"]
-            whole["tokens"] += split["tokens"]
-            whole["bytes"] += split["bytes"]
-            whole["shards"] += split["shards"]
+            total = splits[name]
+            total["documents"] += split["documents"]
+            total["tokens"] += split["tokens"]
+            total["bytes"] += split["bytes"]
+            total["shards"] += split["shards"]
     for name, split in splits.items():
         if split["documents"] == 0:
             limit = "" if data.max_tokens is None else f", within data.max_tokens {data.max_tokens}"
             raise ValueError(
-                f"no document is there for {name}: data.validation {data.validation} and "
-                f"data.validation_share {data.validation_share} must leave some for both{limit}"
+                f"there are no documents for {name}: data.validation {data.validation} and "
+                f"data.validation_share {data.validation_share} must leave some for both splits{limit}"
             )
-    with advising(delete(work)):
+    with advising(delete_advice(work)):
         plan = files.read_json(work / "plan.json", Plan)
     if plan["source_hash"] != _source_hash(data):
-        raise ValueError(f"the text has changed while it was prepared: delete {work} and start again")
+        raise ValueError(f"the source text changed while it was being prepared: delete {work} and start again")
     others = [path for path in work.glob("part_*_of_*") if not path.name.startswith(names)]
     if others:
-        raise ValueError(f"{others[0]} is one of another number of parts: finish those, or delete {work}")
+        raise ValueError(f"{others[0]} is from a run with another num_shards: finish that, or delete {work}")
     manifest = {
         "format": FORMAT_OF_ANSWERS if data.chat_columns() else FORMAT,
         "dtype": writer.dtype.name,

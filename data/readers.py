@@ -1,9 +1,9 @@
-r"""Your own files, read as documents: text, rows of JSON, CSV, TSV and Parquet; all but Parquet also compressed.
+r"""Reads your own files as documents: text, and rows of JSON, CSV, TSV and Parquet; all but Parquet also compressed.
 
-The end of a file's name, in capitals or not, tells its format. Text files and tables are read as prompts are: a
-byte-order mark is left out, every line break (\r\n, \r) becomes \n. Texts in JSON and Parquet stay as they are.
+A file's suffix, in upper or lower case, gives its format. In text files and tables a byte-order mark is dropped and
+every line break (\r\n, \r) becomes \n, as in prompts. Strings in JSON and Parquet stay as they are.
 
-Nothing here holds more than a document, or a small group of them, in memory; of a .json file that is one array, all.
+Memory holds one document, or a small group, at a time; but all of a .json file that is one array.
 """
 
 import codecs
@@ -26,7 +26,7 @@ COMPRESSED = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2", ".xz": "xz"}
 TEXT = (".txt", ".text")
 ROWS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
 ARCHIVES = (".zip", ".tar", ".tgz", ".tbz2", ".txz", ".7z", ".rar")
-BINARY = {  # by its first bytes
+BINARY = {  # by first bytes
     b"%PDF-": "a PDF",
     b"PK\x03\x04": "a ZIP archive, as .docx, .xlsx and .epub are",
     b"\x1f\x8b": "compressed by gzip: its name must end in .gz",
@@ -38,13 +38,13 @@ BINARY = {  # by its first bytes
     b"\x89PNG": "a picture",
     b"\xff\xd8\xff": "a picture",
     b"GIF89a": "a picture",
-    b"\xd0\xcf\x11\xe0": "a file of an old Office program",
+    b"\xd0\xcf\x11\xe0": "a file of an old Office format",
     b"SQLite format 3": "a database",
     b"PAR1": "Parquet: its name must end in .parquet",
-    codecs.BOM_UTF32_LE: "UTF-32: write it as UTF-8, for example by iconv -f UTF-32 -t UTF-8",
-    codecs.BOM_UTF32_BE: "UTF-32: write it as UTF-8, for example by iconv -f UTF-32 -t UTF-8",
-    codecs.BOM_UTF16_LE: "UTF-16: write it as UTF-8, for example by iconv -f UTF-16 -t UTF-8",
-    codecs.BOM_UTF16_BE: "UTF-16: write it as UTF-8, for example by iconv -f UTF-16 -t UTF-8",
+    codecs.BOM_UTF32_LE: "UTF-32: convert it to UTF-8, for example by iconv -f UTF-32 -t UTF-8",
+    codecs.BOM_UTF32_BE: "UTF-32: convert it to UTF-8, for example by iconv -f UTF-32 -t UTF-8",
+    codecs.BOM_UTF16_LE: "UTF-16: convert it to UTF-8, for example by iconv -f UTF-16 -t UTF-8",
+    codecs.BOM_UTF16_BE: "UTF-16: convert it to UTF-8, for example by iconv -f UTF-16 -t UTF-8",
 }
 
 
@@ -52,24 +52,24 @@ BINARY = {  # by its first bytes
 class Document:
     name: str
     text: str
-    file: str | None = None  # that it comes from
-    learned: chat.Spans | None = None  # of a conversation: its answers
+    file: str | None = None  # path of the file it comes from
+    learned: chat.Spans | None = None  # spans of a conversation to train on: its answers
 
 
 def find(paths: list[str], endings: tuple[str, ...] = TEXT + ROWS) -> list[str]:
-    """The files that the patterns name, sorted, each once; of a folder all those, at any depth, with these endings."""
+    """Returns the files that match patterns, sorted, each once; of a folder, all with these endings, at any depth."""
     found = {}
     for pattern in paths:
         if Path(pattern).is_dir():
             matches = _inside(pattern, endings)
-        elif Path(pattern).is_file():  # also where its name looks like a pattern
+        elif Path(pattern).is_file():  # even if its name looks like a pattern
             matches = [pattern]
         else:
             matches = [p for p in glob.glob(pattern, recursive=True) if Path(p).is_file()]
         if not matches:
-            raise ValueError(f"data.paths: no file matches {pattern}, seen from {Path.cwd()}")
+            raise ValueError(f"data.paths: no file matches {pattern} (the current folder is {Path.cwd()})")
         if archives := [path for path in matches if ending(path) in ARCHIVES]:
-            raise ValueError(f"{archives[0]} is an archive: unpack it, and give its files")
+            raise ValueError(f"{archives[0]} is an archive: unpack it and give its files")
         if strange := [path for path in matches if any("\ud800" <= letter <= "\udfff" for letter in path)]:
             raise ValueError(f"data.paths: {strange[0]!a} has a name that is not UTF-8: rename it")
         found.update({os.path.abspath(path): path for path in sorted(matches, reverse=True)})
@@ -99,16 +99,16 @@ def _inside(folder: str, endings: tuple[str, ...]) -> list[str]:
 
 
 def ending(path: str) -> str:
-    """What tells a file's format, in small letters: .txt of a/B.TXT.gz."""
+    """Returns the suffix that gives a file's format, in lower case: .txt for a/B.TXT.gz."""
     name = Path(path.lower())
     return (name.with_suffix("") if name.suffix in COMPRESSED else name).suffix
 
 
 def read_file(path: str, data: DataConfig) -> Iterator[Document]:
-    """The documents of a file, by the end of its name; what is no known format is read as text.
+    """Yields the documents of a file, read by its suffix; an unknown suffix is read as text.
 
-    Text: one document a file, or several with data.separator between them (a line break: one a line). Others: one
-    document a row. ValueError, with the path and the place, for what cannot be read.
+    A text file is one document, or several separated by data.separator (a line break: one per line). In other formats
+    each row is a document. Raises a ValueError with the path and the position for what cannot be read.
     """
     readers = {
         ".parquet": _parquet,
@@ -120,7 +120,7 @@ def read_file(path: str, data: DataConfig) -> Iterator[Document]:
     }
     reader = readers.get(ending(path), _plain_text)
     if reader == _plain_text and data.chat_columns():
-        raise ValueError(f"{path} has no columns: {', '.join(data.chat_columns())} is for {', '.join(ROWS)}")
+        raise ValueError(f"{path} has no columns: {', '.join(data.chat_columns())} needs {', '.join(ROWS)}")
     try:
         yield from reader(path, data)
     except (OSError, EOFError, lzma.LZMAError) as error:
@@ -131,7 +131,7 @@ def read_file(path: str, data: DataConfig) -> Iterator[Document]:
 
 
 def document(row, name: str, where: str, data: DataConfig, file: str | None = None) -> Document:
-    """A row of any format as a document. `where` tells a user which row it is."""
+    """Returns a row of any format as a document. `where` names the row in error messages."""
     errors = data.encoding_errors
     if not (settings := data.chat_columns()):
         return Document(name, _text(cell(row, data.column, where), where, errors), file)
@@ -147,7 +147,7 @@ def document(row, name: str, where: str, data: DataConfig, file: str | None = No
 
 
 def columns(data: DataConfig, there: list[str], where: str) -> list[str]:
-    """Of the columns that are there those that `document` needs; ValueError where one is missing."""
+    """Returns the columns that `document` needs, of those that exist; raises a ValueError if one is missing."""
     needed = []
     for setting, column in (data.chat_columns() or {"data.column": data.column}).items():
         needed.append(column if column in there else column.split(".")[0])
@@ -157,13 +157,13 @@ def columns(data: DataConfig, there: list[str], where: str) -> list[str]:
 
 
 def cell(row, column: str, where: str, setting: str = "data.column"):
-    """The value of a column; meta.text is what is called text in the value of meta, where no column has that name."""
+    """Returns the value of a column; meta.text is the key text in column meta, if no column is named meta.text."""
     if isinstance(row, dict) and column in row:
         return row[column]
     value = row
     for name in column.split("."):
         if not isinstance(value, dict) or name not in value:
-            raise ValueError(f"{where} has no {column}: set {setting}, there is {_names(row)}")
+            raise ValueError(f"{where} has no {column}, it has {_names(row)}: set {setting}")
         value = value[name]
         if value is None:
             return None
@@ -171,7 +171,7 @@ def cell(row, column: str, where: str, setting: str = "data.column"):
 
 
 def _names(row) -> str:
-    """The columns of a row, for a message."""
+    """Returns the columns of a row, for an error message."""
     if not isinstance(row, dict):
         return "null" if row is None else type(row).__name__
     inside = (f"{name}.{key}" for name, value in row.items() if isinstance(value, dict) for key in value)
@@ -179,19 +179,19 @@ def _names(row) -> str:
 
 
 def _text(value, where: str, errors: str, setting: str = "data.column") -> str:
-    """A value of a column as text; null is no text. Half a surrogate pair, which JSON can hold, is no text either."""
+    """Returns a value as text; null is empty text. Half a surrogate pair, which JSON allows, is an encoding error."""
     if value is None:
         return ""
     if not isinstance(value, str):
         hint = ", or data.messages_column if these are messages" if isinstance(value, list) else ""
-        raise ValueError(f"{where} holds no text but {type(value).__name__}: set {setting}{hint}")
+        raise ValueError(f"{where} must have text, got {type(value).__name__}: set {setting}{hint}")
     try:
         value.encode("utf-8")
     except UnicodeEncodeError as error:
         if errors == "strict":
             raise ValueError(
-                f"{where} holds half a surrogate pair at character {error.start}; data.encoding_errors=replace puts "
-                "U+FFFD there"
+                f"{where} has half a surrogate pair at character {error.start}; data.encoding_errors=replace makes it "
+                "U+FFFD"
             ) from error
         return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     return value
@@ -206,13 +206,13 @@ def _json_lines(path: str, data: DataConfig) -> Iterator[Document]:
 
 
 def _json(path: str, data: DataConfig) -> Iterator[Document]:
-    """An array of rows, or a row a line."""
+    """Reads an array of rows, or one row per line."""
     with _open(path) as file:
         if not file.peek().removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
             try:
                 yield from _json_lines(path, data)
             except ValueError as error:
-                raise ValueError(f"{error}; a .json file must be an array of rows, or hold a row a line") from error
+                raise ValueError(f"{error}; a .json file must be an array of rows, or have one row per line") from error
             return
         rows = _loads(_decode(file.read(), path, 0, data.encoding_errors), path)
     for i, row in enumerate(rows):
@@ -223,15 +223,15 @@ def _loads(text: str, where: str):
     try:
         return json.loads(text)
     except RecursionError as error:
-        raise ValueError(f"{where}: JSON nested too deep") from error
+        raise ValueError(f"{where}: the JSON is nested too deep") from error
     except json.JSONDecodeError as error:
-        raise ValueError(f"{where}: no JSON ({error})") from error
+        raise ValueError(f"{where} is not JSON ({error})") from error
     except ValueError as error:
-        raise ValueError(f"{where}: a number of more digits than Python reads") from error
+        raise ValueError(f"{where}: a number has more digits than Python reads") from error
 
 
 def _table(path: str, data: DataConfig) -> Iterator[Document]:
-    """CSV or TSV: names of columns first; a text that holds a separator, a quote or a line break is in quotes."""
+    """Reads CSV or TSV: the first line names the columns; a text with a separator, quote or line break is quoted."""
     csv.field_size_limit(2**31 - 1)
     with _open(path) as file:
         lines = (_decode(line, path, at, data.encoding_errors) + "\n" for at, line in _pieces(file, "\n"))
@@ -245,12 +245,12 @@ def _table(path: str, data: DataConfig) -> Iterator[Document]:
                 if None in row.values():
                     raise ValueError(
                         f"{where} has fewer cells than the first line: a text with line breaks needs quotes, and an "
-                        "empty cell what separates it"
+                        "empty cell its separator"
                     )
                 yield document(row, f"{path}:{i}", where, data, path)
         except csv.Error as error:
-            where = f"{path}, the row from line {rows.line_num + 1} on"
-            raise ValueError(f"{where}: {error}; a quote in quotes is written twice") from error
+            where = f"{path}, the row that starts at line {rows.line_num + 1}"
+            raise ValueError(f"{where}: {error}; double a quote within quotes") from error
 
 
 def _parquet(path: str, data: DataConfig) -> Iterator[Document]:
@@ -266,14 +266,14 @@ def _parquet(path: str, data: DataConfig) -> Iterator[Document]:
                 yield document(row, f"{path}:{i}", f"{path}, row {i}", data, path)
                 i += 1
     except (pyarrow.ArrowException, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is no Parquet file that can be read: {error}") from error
+        raise ValueError(f"{path} is no valid Parquet file: {error}") from error
 
 
 # --- text -----------------------------------------------------------------------------------------------------------
 
 
 def _plain_text(path: str, data: DataConfig) -> Iterator[Document]:
-    """Pieces that hold line breaks only are empty documents."""
+    """Reads text; a piece of only line breaks is an empty document."""
     errors = data.encoding_errors
     with _open(path) as file:
         if data.separator is None:
@@ -284,7 +284,7 @@ def _plain_text(path: str, data: DataConfig) -> Iterator[Document]:
 
 
 def unescape(text: str) -> str:
-    r"""Line breaks and tabs for \n, \r and \t, which a shell hands on as two characters."""
+    r"""Replaces \n, \r and \t, which a shell passes as two characters, by line breaks and tabs."""
     return text.replace("\\n", "\n").replace("\\r", "\r").replace("\\t", "\t")
 
 
@@ -294,17 +294,17 @@ def _newlines(text: str) -> str:
 
 
 def _pieces(file: io.BufferedReader, separator: str) -> Iterator[tuple[int, bytes]]:
-    """What lies between separators, with its place in the file, read chunk by chunk; a line break is any kind."""
+    """Yields the pieces between separators with their offsets, reading chunk by chunk; \\n matches any line break."""
     parts = [part.encode() for part in re.split("\r\n|\r|\n", separator)]
     plain = b"\n".join(parts)
     pattern = re.compile(b"(" + rb"(?:\r\n|\r(?!\n)|\n)".join(map(re.escape, parts)) + b")")
     rest, offset = b"", 0
     while chunk := file.read(max(CHUNK, len(rest))):
-        while chunk.endswith(b"\r") and (more := file.read(1)):  # not between \r and \n
+        while chunk.endswith(b"\r") and (more := file.read(1)):  # a chunk must not end between \r and \n
             chunk += more
         rest += chunk
         if b"\r" in rest:
-            *cut, rest = pattern.split(rest)  # and between the pieces what separates them
+            *cut, rest = pattern.split(rest)  # pieces and separators, alternating
         else:
             *pieces, rest = rest.split(plain)
             cut = [part for piece in pieces for part in (piece, plain)]
@@ -315,30 +315,30 @@ def _pieces(file: io.BufferedReader, separator: str) -> Iterator[tuple[int, byte
 
 
 def _open(path: str) -> io.BufferedReader:
-    """The bytes of a text file, decompressed by its name; ValueError for what is no text."""
+    """Opens a text file as bytes, decompressed by its suffix; raises a ValueError if it is binary."""
     import pyarrow
 
     compression = COMPRESSED.get(Path(path).suffix.lower())
     if compression is not None and Path(path).stat().st_size == 0:
-        raise ValueError(f"{path} cannot be read: it is empty, not even a compressed file of nothing")
+        raise ValueError(f"{path} cannot be read: it is empty, which no compressed file is")
     raw = lzma.LZMAFile(path) if compression == "xz" else pyarrow.input_stream(path, compression=compression)  # noqa: SIM115
     file = io.BufferedReader(raw, CHUNK)
     head = file.peek()
-    for beginning, what in BINARY.items():
-        if head.startswith(beginning):
-            raise ValueError(f"{path} is no text in UTF-8 but {what}")
+    for first_bytes, what in BINARY.items():
+        if head.startswith(first_bytes):
+            raise ValueError(f"{path} is not UTF-8 text but {what}")
     if b"\0" in head:
-        raise ValueError(f"{path} is no text in UTF-8: it holds NUL bytes, as UTF-16 and binary files do")
+        raise ValueError(f"{path} is not UTF-8 text: it has NUL bytes, as UTF-16 and binary files do")
     return file
 
 
 def _decode(content: bytes, path: str, offset: int, errors: str) -> str:
-    """Bytes from `offset` of a file on as text, without the byte-order mark at its beginning."""
+    """Decodes a file's bytes from `offset` on, without a byte-order mark at the start of the file."""
     try:
         text = content.decode("utf-8", errors)
     except UnicodeDecodeError as error:
         raise ValueError(
-            f"{path} is not UTF-8: {error.reason} at byte {offset + error.start}; data.encoding_errors=replace puts "
-            "U+FFFD there"
+            f"{path} is not UTF-8: {error.reason} at byte {offset + error.start}; data.encoding_errors=replace makes "
+            "it U+FFFD"
         ) from error
     return text.removeprefix("\ufeff") if offset == 0 else text

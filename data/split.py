@@ -1,4 +1,4 @@
-"""Which documents are held out for validation: those that are named, or about a share of the text."""
+"""Splits documents into training and validation: by name, or by a hash of their text for a given share."""
 
 import difflib
 import hashlib
@@ -13,14 +13,15 @@ from pathlib import Path
 
 from data.readers import Document
 
-LOOK = 50_000_000  # characters; a source that ends within them is split with all its sizes known
+LOOK = 50_000_000  # characters; in a source no longer than this all sizes are known before the split
 
 
 @dataclass
 class Split:
-    """Held out are documents that a pattern names, or else those whose hash is below `below`.
+    """Validation documents are those that match a pattern or, without patterns, those whose hash is below `below`.
 
-    With `cut`, documents of more than `longest` characters are held out by no hash: each gives that share at its end.
+    With `cut`, the hash does not apply to documents of more than `longest` characters: the last `cut` (a share) of each
+    is validation text.
     """
 
     patterns: list[str]
@@ -29,13 +30,13 @@ class Split:
     longest: float = 0
 
     def share_of(self, hash: float, size: int) -> float:
-        """How much of a document is held out, where no patterns are given."""
+        """Returns the share of a document that is validation text, if there are no patterns."""
         if self.cut is not None and size > self.longest:
             return self.cut
         return float(hash < self.below)
 
     def pieces(self, document: Document) -> Iterator[tuple[str, Document]]:
-        """The document, or of one that is cut two, each with "train" or "validation"."""
+        """Yields ("train" or "validation", document): the document itself, or its two pieces if it is cut."""
         if self.patterns:
             share = float(any(is_named(document, pattern) for pattern in self.patterns))
         else:
@@ -47,58 +48,60 @@ class Split:
             yield "validation", last
 
 
-def plan_split(some: list[Document], complete: bool, validation: list[str], share: float) -> Split:
-    """How to split a source, of which `some` are the first documents, or all if `complete`.
+def plan_split(first: list[Document], complete: bool, validation: list[str], share: float) -> Split:
+    """Plans the split of a source from its `first` documents, which are all documents if `complete`.
 
-    `validation` names the documents to hold out, by patterns. Where it is empty a hash of each text decides, so that
-    adding documents moves no other, and about `share` of them are held out; of very long ones the end. If all are known
-    and that is not about `share` of the text, see `choose`. A document that is alone is cut in two. No
-    conversation is ever cut.
+    `validation` is a list of patterns that name the validation documents. If it is empty, a hash of each text decides,
+    so that adding documents never reshuffles the others: about `share` of the documents are for validation, and of very
+    long ones the end. If all documents are known and this is not about `share` of the text, see `choose`. A single
+    document is cut in two. Conversations are never cut.
     """
-    sizes = [len(document.text) for document in some]
-    whole = some[0].learned is not None
+    sizes = [len(document.text) for document in first]
+    whole = first[0].learned is not None
     if validation:
         for pattern in validation:
-            if complete and not any(is_named(document, pattern) for document in some):
-                hint = similar(pattern, [document.name for document in some])
+            if complete and not any(is_named(document, pattern) for document in first):
+                hint = similar(pattern, [document.name for document in first])
                 raise ValueError(f"data.validation: no document matches {pattern}{hint}")
         split = Split(validation, 0.0)
-    elif complete and len(some) == 1 and whole:
-        raise ValueError(f"{some[0].name} is the only conversation: one more is needed, to hold out")
-    elif complete and len(some) == 1:
+    elif complete and len(first) == 1 and whole:
+        raise ValueError(f"{first[0].name} is the only conversation: another is needed for validation")
+    elif complete and len(first) == 1:
         split = Split([], 0.0, cut=share)
-        if not all(piece.text for piece in cut_end(some[0], share)):
-            raise ValueError(f"{some[0].name} is too short to hold out {share:.0%} of it, got {sizes[0]} characters")
+        if not all(piece.text for piece in cut_end(first[0], share)):
+            raise ValueError(
+                f"{first[0].name} is too short to split off {share:.0%} for validation: {sizes[0]} characters"
+            )
     elif complete:
-        split = choose([share_hash(document.text) for document in some], sizes, share, whole)
+        split = choose([share_hash(document.text) for document in first], sizes, share, whole)
     elif whole:
         split = Split([], share)
-    else:  # a twentieth of what is known, at most, hangs on one hash
+    else:  # so that no single hash decides about much of the text
         split = Split([], share, cut=share, longest=max(share / 4, 0.01) * max(sum(sizes), LOOK))
-    sides = {which for document in some for which, _ in split.pieces(document)} if complete else set()
+    sides = {which for document in first for which, _ in split.pieces(document)} if complete else set()
     if len(sides) == 1:
-        equal = ", for they are equal" if len(some) > 1 and len({document.text for document in some}) == 1 else ""
+        equal = ", since they are equal" if len(first) > 1 and len({document.text for document in first}) == 1 else ""
         if sides == {"validation"}:
-            what = f"nothing is left to train on: all {len(some)} documents are held out for validation"
+            what = f"nothing is left to train on: all {len(first)} documents are for validation"
         else:
-            what = f"nothing is held out for validation: all {len(some)} documents are to train on"
+            what = f"nothing is left for validation: all {len(first)} documents are for training"
         raise ValueError(what + equal)
     return split
 
 
 def choose(hashes: list[float], sizes: list[int], share: float, whole: bool = False) -> Split:
-    """Of documents, files or whatever has a hash and a size, about `share` of all of it.
+    """Plans a split with about `share` of the total size, of documents or files that have a hash and a size.
 
-    Those with a hash below `share`, if that is about right; else those with the lowest hashes among all that are no
-    larger than twice the part asked for, or no larger than it, while larger ones give their end; else the smallest.
-    None is cut if they are to stay `whole`.
+    It takes the first of these that gives about that share: items with a hash below `share`; the lowest hashes among
+    items of at most twice the wanted size, or at most that size, while larger items give their end; the end of every
+    item; the smallest item alone. If none does, the closest. If `whole`, none is cut.
     """
     total = sum(sizes)
 
     def lowest(longest: float) -> Split:
-        longest = max(longest, 1 / share)  # of what is smaller no character would be held out
+        longest = max(longest, 1 / share)  # an item shorter than this would give no character
         split, target = Split([], 0.0, cut=share, longest=longest), 0.0
-        grouped: Counter = Counter()  # equal texts go together
+        grouped: Counter = Counter()  # equal texts stay together
         for hash, size in zip(hashes, sizes, strict=True):
             if size <= longest:
                 grouped[hash] += size
@@ -129,21 +132,21 @@ def choose(hashes: list[float], sizes: list[int], share: float, whole: bool = Fa
 
 
 def is_about(held: float, share: float) -> bool:
-    """Whether what is held out, and what is left, is half to twice of what was asked for."""
-    return all(asked / 2.001 <= got <= asked * 2.001 for got, asked in ((held, share), (1 - held, 1 - share)))
+    """Returns whether the validation share `held`, and the rest, are within a factor of two of those wanted."""
+    return all(wanted / 2.001 <= got <= wanted * 2.001 for got, wanted in ((held, share), (1 - held, 1 - share)))
 
 
 def share_hash(text: str) -> float:
-    """A number in [0, 1) from the text."""
+    """Hashes a text to a number in [0, 1)."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8]) / 2**64
 
 
 def cut_end(document: Document, share: float) -> tuple[Document, Document]:
-    """A document in two, at a line break about that share from its end; where none is near, at any character."""
+    """Cuts a document in two, about that share before its end: at a line break, or if none is near at any character."""
     text = document.text
     at = int(len(text) * (1 - share))
     line = text.rfind("\n", 0, at) + 1
-    if line and len(text) - line <= 2 * share * len(text):  # a break that is not far away
+    if line and len(text) - line <= 2 * share * len(text):  # the line break is near enough
         at = line
     return replace(document, text=text[:at]), replace(document, name=document.name + " (end)", text=text[at:])
 
@@ -152,7 +155,7 @@ def cut_end(document: Document, share: float) -> tuple[Document, Document]:
 
 
 def is_named(document: Document, pattern: str) -> bool:
-    """Whether a pattern matches a document's name, or its file: then all of a file's documents are meant."""
+    """Returns whether a pattern matches a document's name, or its file, which selects all documents of that file."""
     if document.file is not None and is_file_named(document.file, pattern):
         return True
     return any(fnmatch(name, pattern) for name in (document.name, Path(document.name).name))
@@ -160,25 +163,25 @@ def is_named(document: Document, pattern: str) -> bool:
 
 @cache
 def is_file_named(file: str, pattern: str) -> bool:
-    """Whether a pattern matches a path, or the name of the file or of a folder that it is in."""
+    """Returns whether a pattern matches a path, or the name of the file or of a folder that contains it."""
     whole, wanted = os.path.abspath(file), os.path.abspath(pattern)
-    if pattern in (file, Path(file).name) or whole == wanted:  # also where a name looks like a pattern
+    if pattern in (file, Path(file).name) or whole == wanted:  # even if a name looks like a pattern
         return True
     pairs = ((file, pattern), (Path(file).name, pattern), (whole, wanted), (whole, f"{wanted}/*"))
-    return any(fnmatch(name, one) for name, one in pairs)
+    return any(fnmatch(name, glob) for name, glob in pairs)
 
 
 def check_names(patterns: list[str], files: list[str]):
-    """ValueError, before anything is read, where a pattern names none of the files, nor a row, FILE:ROW, of one."""
+    """Raises a ValueError, before any text is read, if a pattern matches none of the files, nor a FILE:ROW of one."""
     for pattern in patterns:
         if not any(
-            is_file_named(file, one) for file in files for one in (pattern, pattern.rpartition(":")[0] or pattern)
+            is_file_named(file, name) for file in files for name in (pattern, pattern.rpartition(":")[0] or pattern)
         ):
             raise ValueError(f"data.validation: no file matches {pattern}{similar(pattern, files)}")
 
 
 def similar(pattern: str, names: list[str]) -> str:
-    """The end of a message on a name that is not there: what is, and what may have been meant."""
+    """Returns the end of an error about an unknown name: the known names, and which may have been meant."""
     there = f"; there are {', '.join(names[:20])}" + (f" and {len(names) - 20} more" if len(names) > 20 else "")
     by_last = {Path(name).name: name for name in names[:10_000]}
     close = difflib.get_close_matches(Path(pattern).name, by_last, n=3)

@@ -138,8 +138,8 @@ def test_evaluating_conversations_counts_answers_only(settings, tmp_path, base):
         (["init_from=base", "model.d_model=32", "model.tied=false"], "has model.d_model=16 model.tied=true, this run"),
         (["init_from=base", "data.answer_column=a"], "give data.messages_column, or data.prompt_column and"),
         (["init_from=base", "data=files", "data.paths=[words.txt]", "data.prompt_column=a"], "data.prompt_column"),
-        (["init_from=base", "data.template.user=hi"], "data.template.user must hold {} once"),
-        (["init_from=base", "data.template.assistant='{}{}'"], "data.template.assistant must hold {} once"),
+        (["init_from=base", "data.template.user=hi"], "data.template.user must contain {} once"),
+        (["init_from=base", "data.template.assistant='{}{}'"], "data.template.assistant must contain {} once"),
     ],
     ids=lambda value: " ".join(value)[:50],
 )

@@ -1,7 +1,7 @@
-"""Text to tokens and back: bytes, characters, byte-pair encoding, or another's tokenizer.json, behind one class.
+"""Text to tokens and back: bytes, characters, byte-pair encoding, or another model's tokenizer.json, as one class.
 
-A token is a piece of UTF-8, so any text comes back exactly. Text that looks like a special token is text, unless
-`parse_special` makes it that token; the end-of-text token, which stands after each document, is put there by its id.
+A token is a piece of UTF-8, so any text round-trips exactly. The name of a special token in a text is plain text,
+unless `parse_special` is set; the end-of-text token is appended to each document by its id.
 """
 
 from data.tokenizer.base import END_OF_TEXT, Decoder, Tokenizer

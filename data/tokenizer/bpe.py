@@ -1,4 +1,4 @@
-"""Byte-pair encoding: trained here, or one of tiktoken's."""
+"""Byte-pair encoding: trained here, or one of tiktoken's encodings."""
 
 import base64
 import hashlib
@@ -13,15 +13,15 @@ import numpy as np
 from data.tokenizer.base import END_OF_TEXT, Tokenizer
 from data.tokenizer.byte_level import byte_level_json
 
-DOWNLOAD_TIMEOUT = 30  # seconds without a byte
+DOWNLOAD_TIMEOUT = 30  # seconds without receiving a byte
 
 
 class BPETokenizer(Tokenizer):
     """Byte-pair encoding ("Neural Machine Translation of Rare Words with Subword Units", 2015), run by tiktoken.
 
-    `ranks` holds the bytes of each token in the order in which they were merged, none where an id is not used;
-    `pattern` is the regular expression that cuts text into pieces first, which no token crosses; `special` gives ids to
-    names, the first is end-of-text.
+    `ranks` holds the bytes of each token in the order of merging, empty for unused ids; `pattern` is the regular
+    expression that first splits text into pieces, which no token crosses; `special` maps names to ids, end-of-text
+    first.
     """
 
     kind = "bpe"
@@ -47,7 +47,7 @@ class BPETokenizer(Tokenizer):
         name = next(iter(self.special))
         if self.parse_special or any(name in text for text in texts):
             return super().documents(texts)
-        return self._encode("".join(text + name for text in texts), {name})  # one call, whatever their number
+        return self._encode("".join(text + name for text in texts), {name})  # one call for all
 
     def _encode(self, text: str, special: set[str]) -> np.ndarray:
         try:
@@ -55,7 +55,7 @@ class BPETokenizer(Tokenizer):
         except ValueError as error:
             if "Regex error" not in str(error):
                 raise
-            # a run of spaces so long that looking ahead runs out of stack: it is cut, and nothing is lost
+            # a run of spaces so long that the pattern's lookahead overflows the stack: split it, which loses nothing
             pieces = [piece for piece in re.split(r"(\s{1000})", text) if piece]
             if len(pieces) == 1:
                 raise
@@ -68,23 +68,23 @@ class BPETokenizer(Tokenizer):
 
     def vocabulary(self) -> dict:
         ranks = [base64.b64encode(token).decode() for token in self.ranks]
-        parse = {"parse_special": True} if self.parse_special else {}  # older vocabularies lack it
+        parse = {"parse_special": True} if self.parse_special else {}  # older vocabularies lack this key
         return {"kind": self.kind, "pattern": self.pattern, "ranks": ranks, "special": self.special, **parse}
 
     def merges(self) -> Iterator[tuple[bytes, bytes]]:
-        """The two tokens that each longer one was merged from, in order."""
+        """Yields the two tokens that each longer token was merged from, in order."""
         rank = {token: i for i, token in enumerate(self.ranks)}
         for i, token in enumerate(self.ranks):
             if len(token) < 2:
                 continue
             parts = [bytes([byte]) for byte in token]
-            while len(parts) > 2:  # as an encoder would that knows no token from i on
+            while len(parts) > 2:  # as an encoder that knows only the tokens before i
                 pairs = [rank.get(a + b, i) for a, b in pairwise(parts)]
                 if (best := min(pairs)) >= i:
                     break
                 at = pairs.index(best)
                 parts[at : at + 2] = [parts[at] + parts[at + 1]]
-            if len(parts) == 2:  # else a token that merges cannot reach, only a whole piece
+            if len(parts) == 2:  # otherwise merges cannot reach the token, it only matches a whole piece
                 yield parts[0], parts[1]
 
     def to_json(self) -> str:
@@ -92,7 +92,7 @@ class BPETokenizer(Tokenizer):
 
 
 def _check_pattern(pattern: str):
-    """ValueError for what is no regular expression, or finds pieces without a character, of which BPE knows nothing."""
+    """Raises a ValueError if this is no regular expression, or it matches empty pieces, which BPE cannot handle."""
     import regex
     import rustbpe
 
@@ -102,7 +102,7 @@ def _check_pattern(pattern: str):
         raise ValueError(f"tokenizer.pattern is no regular expression, got {pattern!r}: {error}") from error
     try:
         found = list(regex.finditer(pattern, "".join(map(chr, range(256)))))
-    except regex.error:  # another dialect
+    except regex.error:  # rustbpe accepts another dialect
         return
     if any(piece.start() == piece.end() for piece in found):
         raise ValueError(f"tokenizer.pattern must find pieces of at least one character, got {pattern!r}")
@@ -111,9 +111,9 @@ def _check_pattern(pattern: str):
 def train_bpe(
     texts: Iterable[str], vocab_size: int, pattern: str, special: list[str], parse_special: bool = False
 ) -> BPETokenizer:
-    """Learns vocab_size - len(special) tokens from texts, or as many as they give; the special ones come after them.
+    """Learns up to vocab_size - len(special) tokens from texts, fewer if the texts are short; special ids come last.
 
-    With parse_special nothing is learned from the names of special tokens in the texts.
+    With parse_special the names of special tokens in the texts are left out of training.
     """
     import rustbpe
 
@@ -130,19 +130,19 @@ def train_bpe(
 
 
 def named_encoding(name: str, parse_special: bool = False) -> BPETokenizer:
-    """One of tiktoken's encodings, such as gpt2, cl100k_base and o200k_base.
+    """Loads one of tiktoken's encodings, such as gpt2, cl100k_base or o200k_base.
 
-    Its file is downloaded once, into TIKTOKEN_CACHE_DIR where that is set; ValueError says which one to bring if there
-    is no network, after a bounded wait.
+    Its file is downloaded once, into TIKTOKEN_CACHE_DIR if that is set. Without a network a ValueError names the file
+    to provide, after at most DOWNLOAD_TIMEOUT.
     """
     import requests
     import tiktoken
     import tiktoken.load
 
-    asked: list[str] = []
+    urls: list[str] = []
 
-    def read(url: str) -> bytes:  # tiktoken's own would wait for ever behind a silent proxy
-        asked.append(url)
+    def read(url: str) -> bytes:  # tiktoken's own has no timeout
+        urls.append(url)
         response = requests.get(url, timeout=DOWNLOAD_TIMEOUT)
         response.raise_for_status()
         return response.content
@@ -154,12 +154,12 @@ def named_encoding(name: str, parse_special: bool = False) -> BPETokenizer:
     try:
         encoding = tiktoken.get_encoding(name)
     except requests.RequestException as error:
-        file = hashlib.sha1(asked[-1].encode()).hexdigest()
+        file = hashlib.sha1(urls[-1].encode()).hexdigest()
         folder = os.environ.get("TIKTOKEN_CACHE_DIR")
         place = f"{folder}/{file}" if folder else f"{file} in a folder and set TIKTOKEN_CACHE_DIR to it"
         raise ValueError(
-            f"the encoding {name} needs {asked[-1]}, which cannot be fetched ({type(error).__name__}): bring that file "
-            f"as {place}, or take tokenizer=bpe, bytes or chars, which need no network"
+            f"the encoding {name} needs {urls[-1]}, which cannot be fetched ({type(error).__name__}): save that file "
+            f"as {place}, or use tokenizer=bpe, bytes or chars, which need no network"
         ) from error
     finally:
         loading.read_file = original

@@ -1,4 +1,4 @@
-"""Our tokens as a tokenizer.json, which writes each byte as a character, as GPT-2 does."""
+"""Exports a vocabulary of bytes as a tokenizer.json, which spells each byte as a character, as GPT-2 does."""
 
 from collections.abc import Iterable
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable
 def byte_level_json(
     ranks: list[bytes], merges: Iterable[tuple[bytes, bytes]], special: dict[str, int], pattern: str | None
 ) -> str:
-    """A tokenizer.json over bytes that are spelled as GPT-2 spells them."""
+    """Returns a tokenizer.json whose tokens are bytes, spelled as in GPT-2's vocabulary."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
     alphabet = byte_level_alphabet()
@@ -26,7 +26,7 @@ def byte_level_json(
 
 
 def byte_level_alphabet() -> list[str]:
-    """The character that stands for each byte in GPT-2's vocabulary: itself where it prints, else one from 256 on."""
-    prints = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = [byte for byte in range(256) if byte not in prints]
-    return [chr(byte) if byte in prints else chr(256 + others.index(byte)) for byte in range(256)]
+    """Returns the character for each byte in GPT-2's vocabulary: itself if printable, else one from 256 on."""
+    printable = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(256) if byte not in printable]
+    return [chr(byte) if byte in printable else chr(256 + others.index(byte)) for byte in range(256)]

@@ -1,4 +1,4 @@
-"""A tokenizer.json, by Hugging Face's library."""
+"""Another model's tokenizer.json, run by Hugging Face's tokenizers."""
 
 import hashlib
 import json
@@ -13,10 +13,10 @@ from data.tokenizer.byte_level import byte_level_alphabet
 
 
 class JSONTokenizer(Tokenizer):
-    """Another model's tokenizer.json, run by Hugging Face's tokenizers.
+    """A tokenizer from `content`, the text of a tokenizer.json.
 
-    `content` is that file, `bos_id` the id that its model has seen before every text, if any, `eos_ids` those that may
-    follow one. Its normalizer decides whether a text comes back exactly: many drop a space at the start.
+    `bos_id` is the id that its model saw before every document, or None; `eos_ids` are those that may end one. Whether
+    a text round-trips exactly depends on its normalizer: many drop a space at the start.
     """
 
     kind = "json"
@@ -30,18 +30,18 @@ class JSONTokenizer(Tokenizer):
         self.eos_id = eos_ids[0]
         try:
             self.tokenizer = tokenizers.Tokenizer.from_str(content)
-        except Exception as error:  # the library has no kind of its own
-            raise ValueError(f"this tokenizer.json is no tokenizer that can be read: {error}") from error
-        self.tokenizer.no_truncation()  # settings of a training long past
+        except Exception as error:  # the library has no exception class of its own
+            raise ValueError(f"this tokenizer.json cannot be read: {error}") from error
+        self.tokenizer.no_truncation()  # settings left over from its training
         self.tokenizer.no_padding()
-        self.tokenizer.encode_special_tokens = not parse_special  # true: as text
+        self.tokenizer.encode_special_tokens = not parse_special  # True encodes their names as text
         self.vocab_size = max(self.tokenizer.get_vocab(with_added_tokens=True).values()) + 1
         for id in self.stops:
             if not 0 <= id < self.vocab_size:
                 raise ValueError(f"special tokens must be ids below {self.vocab_size}, got {id}")
         self.added = self.tokenizer.get_added_tokens_decoder()
         self.special = {token.content: id for id, token in self.added.items()}
-        hidden = self.stops if parse_special else self.added.keys()  # in a text
+        hidden = self.stops if parse_special else self.added.keys()  # not shown in text
         self.hidden = {id for id, token in self.added.items() if token.special and id in hidden}
         self.bytes_of = {character: byte for byte, character in enumerate(byte_level_alphabet())}
         self.byte_level = '"ByteLevel"' in json.dumps(json.loads(content).get("decoder"))
@@ -51,7 +51,7 @@ class JSONTokenizer(Tokenizer):
         return {*self.eos_ids} | ({self.bos_id} if self.bos_id is not None else set())
 
     def encode(self, text: str) -> np.ndarray:
-        text.encode("utf-8")  # half a surrogate pair is a ValueError here, and worse there
+        text.encode("utf-8")  # raises a ValueError for half a surrogate pair, which the library does not handle
         return np.array(self.tokenizer.encode(text, add_special_tokens=False).ids, np.uint32)
 
     def document(self, text: str) -> np.ndarray:
@@ -63,7 +63,7 @@ class JSONTokenizer(Tokenizer):
         first = [] if self.bos_id is None else [self.bos_id]
         last = [self.eos_id] if self.bos_id is None else []
         encoded = self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)  # on all cores
-        return np.concatenate([np.array([*first, *some.ids, *last], np.uint32) for some in encoded])
+        return np.concatenate([np.array([*first, *encoding.ids, *last], np.uint32) for encoding in encoded])
 
     def document_bounds(self, tokens) -> tuple[np.ndarray, np.ndarray]:
         if self.bos_id is None:
@@ -105,7 +105,7 @@ class JSONTokenizer(Tokenizer):
             "beginning": self.bos_id,
             "ends": self.eos_ids,
             "sha256": hashlib.sha256(self.content.encode()).hexdigest(),
-            **({"parse_special": True} if self.parse_special else {}),  # older vocabularies lack it
+            **({"parse_special": True} if self.parse_special else {}),  # older vocabularies lack this key
         }
 
     def to_json(self) -> str:
@@ -117,7 +117,7 @@ class JSONTokenizer(Tokenizer):
 
 
 class JSONDecoder(Decoder):
-    """By the library's own stream, which knows what a tokenizer.json does to spaces between tokens."""
+    """Decodes with the library's DecodeStream, which treats spaces between tokens as the tokenizer.json says."""
 
     def __init__(self, tokenizer: JSONTokenizer, after: list[int]):
         from tokenizers.decoders import DecodeStream
@@ -139,12 +139,12 @@ class JSONDecoder(Decoder):
 
 
 def read_json(path: str | Path, bos_token: str | None, eos_token: str, parse_special: bool = False) -> JSONTokenizer:
-    """The tokenizer of a tokenizer.json, whose special tokens are given by name."""
+    """Loads a tokenizer.json, whose special tokens are given by name."""
     try:
         content = Path(path).read_text(encoding="utf-8-sig")
         names = {token["content"]: token["id"] for token in json.loads(content)["added_tokens"]}
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is no tokenizer.json that can be read: {error}") from error
+        raise ValueError(f"{path} is no valid tokenizer.json: {error}") from error
     for name in (bos_token, eos_token):
         if name is not None and name not in names:
             raise ValueError(f"{path} has no special token {name}: there are {', '.join(names)}")

@@ -1,4 +1,4 @@
-"""Tokens that need no learning: bytes, and the characters of an alphabet."""
+"""Tokenizers that need no training: bytes, and the characters of an alphabet."""
 
 import numpy as np
 
@@ -36,7 +36,9 @@ class CharacterTokenizer(Tokenizer):
         self.vocab_size = len(self.characters) + 1
         self.eos_id = len(self.characters)
         codes = self._codes(self.characters)
-        self.ids = np.full(codes.max(initial=0) + 2, self.vocab_size, np.uint32)  # by code; the last: all beyond
+        self.ids = np.full(
+            codes.max(initial=0) + 2, self.vocab_size, np.uint32
+        )  # by code point; the last entry is for all above
         self.ids[codes] = np.arange(len(codes))
 
     @staticmethod
@@ -48,7 +50,7 @@ class CharacterTokenizer(Tokenizer):
         if (ids == self.vocab_size).any():
             unknown = "".join(sorted(set(text) - set(self.characters)))[:20]
             raise ValueError(
-                f"characters that the tokenizer has not seen: {unknown!r}; tokenizer=bytes or bpe knows all"
+                f"the tokenizer does not know the characters {unknown!r}; tokenizer=bytes or bpe knows all"
             )
         return ids
 
@@ -63,7 +65,7 @@ class CharacterTokenizer(Tokenizer):
 
         ids = {character: id for id, character in enumerate(self.characters)}
         other = Tokenizer(models.WordLevel({**ids, END_OF_TEXT: self.eos_id}, END_OF_TEXT))
-        other.pre_tokenizer = pre_tokenizers.Split(Regex("(?m:.)"), "isolated")  # m: a line break is a character too
+        other.pre_tokenizer = pre_tokenizers.Split(Regex("(?m:.)"), "isolated")  # m: matches line breaks too
         other.decoder = decoders.Fuse()
         other.add_special_tokens([END_OF_TEXT])
         return other.to_str()

@@ -1,4 +1,4 @@
-"""A tokenizer out of the folder in which it was saved."""
+"""Loads a saved tokenizer."""
 
 import base64
 from pathlib import Path
@@ -44,23 +44,23 @@ Vocabulary = Annotated[BytesVocabulary | CharactersVocabulary | BPEVocabulary | 
 
 
 def load_tokenizer(folder: str | Path) -> Tokenizer:
-    """The tokenizer saved in a folder."""
+    """Returns the tokenizer saved in a folder."""
     path = Path(folder) / FILE
     if not path.is_file():
         raise ValueError(f"there is no tokenizer in {folder}: {FILE} is missing")
     vocabulary = files.read_json(path, Vocabulary)
     try:
-        return _made_of(vocabulary, Path(folder))
+        return _build(vocabulary, Path(folder))
     except (ValueError, OverflowError) as error:
         raise ValueError(f"{path} is damaged: {error}") from error
 
 
-def _made_of(vocabulary: dict, folder: Path) -> Tokenizer:
+def _build(vocabulary: dict, folder: Path) -> Tokenizer:
     if vocabulary["kind"] == "bytes":
         return ByteTokenizer()
     if vocabulary["kind"] == "chars":
         return CharacterTokenizer(vocabulary["characters"])
-    parse_special = vocabulary.get("parse_special", False)  # older ones lack it
+    parse_special = vocabulary.get("parse_special", False)  # older vocabularies lack this key
     if vocabulary["kind"] == "json":
         content = (folder / JSONTokenizer.FILE).read_text(encoding="utf-8")
         return JSONTokenizer(content, vocabulary["beginning"], vocabulary["ends"], parse_special)

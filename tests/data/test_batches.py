@@ -82,7 +82,7 @@ def test_a_run_that_began_in_an_older_order_of_batches_goes_on_in_it():
     old = Windows(row(30), 13, seed=0, order=1)
     assert set(old.starts(np.arange(400)).tolist()) == set(range(13))
     assert set(Windows(row(30), 13, seed=0).starts(np.arange(400)).tolist()) == set(range(17))
-    with pytest.raises(ValueError, match="batches in order 3, this version knows 1 to 2"):
+    with pytest.raises(ValueError, match="batch order 3, this version knows 1 to 2"):
         make_batches(None, 1, 1, 0, order=3)
 
 
@@ -204,5 +204,5 @@ def test_ranks_share_a_batch_in_equal_parts(ranks):
     whole = Batches(source, 4).batch(7)
     parts = [Batches(source, 4, rank, ranks).batch(7) for rank in range(ranks)]
     assert all(torch.equal(torch.cat([part[name] for part in parts]), some) for name, some in whole.items())
-    with pytest.raises(ValueError, match="a batch of 4 rows .* cannot be shared by 3 ranks"):
+    with pytest.raises(ValueError, match="a batch of 4 rows .* cannot be divided equally among 3 ranks"):
         Batches(source, 4, 0, 3)

@@ -246,25 +246,25 @@ def test_prompts_and_answers_are_conversations_of_two_turns():
         file.write('q,a\nhi,"hello, you"\n')
     found = list(sources.documents(settings_of(paths=["chat.csv"], **pairs), "downloads"))
     assert found[0].text == "User: hi\nAssistant: hello, you\n"
-    with pytest.raises(ValueError, match=r"chat.jsonl, line 1 has no a: set data.answer_column, there is q, b"):
+    with pytest.raises(ValueError, match=r"chat.jsonl, line 1 has no a, it has q, b: set data.answer_column"):
         read([{"q": "hi", "b": "hello"}], **pairs)
-    with pytest.raises(ValueError, match=r"chat.jsonl, line 1 holds no text but int: set data.answer_column"):
+    with pytest.raises(ValueError, match=r"chat.jsonl, line 1 must have text, got int: set data.answer_column"):
         read([{"q": "hi", "a": 4}], **pairs)
 
 
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"messages": "hi"}, "line 2 holds no list of messages but str: set data.messages_column"),
-        ({"messages": None}, "line 2 holds no list of messages but NoneType"),
-        ({"talk": []}, "line 2 has no messages: set data.messages_column, there is talk"),
-        ({"messages": ["hi"]}, "line 2, message 1 must have role and content, there is str"),
-        ({"messages": [{"from": "a", "value": "b"}]}, "message 1 must have role and content, there is from, value"),
-        ({"messages": messages([("user", "a"), ("tool", "b")])}, "message 2 has the role 'tool', known are system"),
+        ({"messages": "hi"}, "line 2 must have a list of messages, got str: set data.messages_column"),
+        ({"messages": None}, "line 2 must have a list of messages, got NoneType"),
+        ({"talk": []}, "line 2 has no messages, it has talk: set data.messages_column"),
+        ({"messages": ["hi"]}, "line 2, message 1 must have role and content, got str"),
+        ({"messages": [{"from": "a", "value": "b"}]}, "message 1 must have role and content, got from, value"),
+        ({"messages": messages([("user", "a"), ("tool", "b")])}, "message 2 has the role 'tool', data.template has"),
         ({"messages": messages([(None, "a")])}, "message 1 has the role None"),
-        ({"messages": messages([("user", [{"type": "text"}])])}, "message 1 must have a text as content, got list"),
-        ({"messages": messages([("assistant", None)])}, "message 1 must have a text as content, got NoneType"),
-        ({"messages": messages([("assistant", "\ud800")])}, "message 1 holds half a surrogate pair"),
+        ({"messages": messages([("user", [{"type": "text"}])])}, "message 1: content must be a string, got list"),
+        ({"messages": messages([("assistant", None)])}, "message 1: content must be a string, got NoneType"),
+        ({"messages": messages([("assistant", "\ud800")])}, "message 1 has half a surrogate pair"),
     ],
     ids=str,
 )
@@ -278,12 +278,12 @@ def test_rows_without_an_answer_are_left_out_and_counted(capsys):
     silent = [[], [("user", "hi")], [("user", "hi"), ("assistant", "")]]
     write([{"messages": messages(turns)} for turns in [*ROWS, *silent]])
     prepare(settings_of(), BYTES)
-    assert "3 rows are left out: there is no answer in them" in capsys.readouterr().out
+    assert "left out 3 rows that have no answer" in capsys.readouterr().out
 
 
 def test_conversations_without_a_single_answer_are_one_line_that_says_so():
     write([{"messages": messages(turns)} for turns in ([("user", "hi")], [("system", "be kind"), ("user", "hi")])])
-    with pytest.raises(ValueError, match="nothing to learn in it, no turn of the role assistant says anything"):
+    with pytest.raises(ValueError, match="nothing to train on, no turn of the role assistant has any text"):
         prepare(settings_of(), BYTES)
     with pytest.raises(ValueError, match=r"\(data.messages_column=messages\)$"):
         prepare(settings_of(), BYTES)
@@ -292,16 +292,14 @@ def test_conversations_without_a_single_answer_are_one_line_that_says_so():
 @pytest.mark.parametrize("share", [1e-9, 0.2, 1 - 1e-9])
 def test_equal_conversations_cannot_be_split(share):
     write([{"messages": messages(ROWS[0])}] * 9)
-    with pytest.raises(
-        ValueError, match="all 9 documents are (to train on|held out for validation), for they are equal"
-    ):
+    with pytest.raises(ValueError, match="all 9 documents are for (training|validation), since they are equal"):
         prepare(settings_of(validation_share=share), BYTES)
 
 
 def test_a_list_in_the_column_of_texts_hints_at_messages_and_text_files_have_no_columns():
-    with pytest.raises(ValueError, match="no text but list: set data.column, or data.messages_column if these are"):
+    with pytest.raises(ValueError, match="text, got list: set data.column, or data.messages_column if these are"):
         read([{"text": [{"role": "user", "content": "hi"}]}], messages_column=None)
-    with pytest.raises(ValueError, match=r"chat.txt has no columns: data.messages_column is for .jsonl"):
+    with pytest.raises(ValueError, match=r"chat.txt has no columns: data.messages_column needs .jsonl"):
         read([], "chat.txt")
 
 

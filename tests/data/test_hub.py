@@ -115,7 +115,7 @@ def test_one_that_stays_broken_is_one_line_and_leaves_no_half_corpus(monkeypatch
         "data=hub", "data.repo=a/b", "data.validation_share=0.1", "tokenizer=bytes", "tokenizer.train_chars=9"
     )
     arguments = cfg.data, cfg.tokenizer
-    with pytest.raises(ValueError, match=r"data.repo=a/b: reading broke off behind row 119: the server is gone"):
+    with pytest.raises(ValueError, match=r"data.repo=a/b: reading failed after row 119: the server is gone"):
         prepare_module.prepare(*arguments)
     assert not list(Path("corpora").glob("b-*"))
     broken = False

@@ -169,7 +169,7 @@ def test_what_is_no_text_is_named_with_its_place_or_replaced(tmp_path):
     with pytest.raises(ValueError, match=r"bad.jsonl is not UTF-8.*byte 30;"):
         read(["bad.jsonl"])
     (tmp_path / "bad.jsonl").write_text('{"text": "half a pair \\ud83d here"}\n')
-    with pytest.raises(ValueError, match="line 1 holds half a surrogate pair at character 12"):
+    with pytest.raises(ValueError, match="line 1 has half a surrogate pair at character 12"):
         read(["bad.jsonl"])
     assert read(["bad.jsonl"], encoding_errors="replace")[0][1] == "half a pair \ufffd here"
 
@@ -177,11 +177,11 @@ def test_what_is_no_text_is_named_with_its_place_or_replaced(tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.jsonl", '{"text": "a"}\n{"txt": "b"}', r"a.jsonl, line 2 has no text: set data.column, there is txt"),
-        ("a.jsonl", '{"text": "a"}\n{"text": ', "a.jsonl, line 2: no JSON"),
+        ("a.jsonl", '{"text": "a"}\n{"txt": "b"}', r"a.jsonl, line 2 has no text, it has txt: set data.column"),
+        ("a.jsonl", '{"text": "a"}\n{"text": ', "a.jsonl, line 2 is not JSON"),
         ("a.jsonl", '["a"]', "a.jsonl, line 1 has no text.*list"),
-        ("a.jsonl", '{"text": 7}', "a.jsonl, line 1 holds no text but int"),
-        ("a.parquet", "no table", "a.parquet is no Parquet file that can be read"),
+        ("a.jsonl", '{"text": 7}', "a.jsonl, line 1 must have text, got int"),
+        ("a.parquet", "no table", "a.parquet is no valid Parquet file"),
         ("a.txt.gz", "not compressed", "a.txt.gz cannot be read"),
         ("a.jsonl.zst", "not compressed", "a.jsonl.zst cannot be read"),
     ],
@@ -256,7 +256,7 @@ def test_json_is_an_array_or_a_row_a_line(tmp_path):
     assert read(["a.json"]) == []
     for content in (json.dumps({"data": ROWS}), json.dumps(ROWS[0], indent=2), '"text"', "[1, 2"):
         (tmp_path / "a.json").write_text(content)
-        with pytest.raises(ValueError, match=r"a.json.*(an array of rows, or hold a row a line|no JSON)"):
+        with pytest.raises(ValueError, match=r"a.json.*(an array of rows, or have one row per line|is not JSON)"):
             read(["a.json"])
 
 
@@ -264,20 +264,20 @@ def test_json_is_an_array_or_a_row_a_line(tmp_path):
 def test_a_column_may_lie_in_another(tmp_path, kind):
     write_rows(tmp_path / f"a{kind}")
     assert [text for _, text in read([f"a{kind}"], column="meta.text")] == ["innen", "auch"]
-    with pytest.raises(ValueError, match=rf"a{kind}.* has no meta.txt: set data.column, there is .*meta.text"):
+    with pytest.raises(ValueError, match=rf"a{kind}.* has no meta.txt, it has .*meta.text.*: set data.column"):
         read([f"a{kind}"], column="meta.txt")
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ('{"text": NaN}', "line 1 holds no text but float"),
-        ("null", "line 1 has no text: set data.column, there is null"),
-        ("\n{}", "line 2 has no text: set data.column, there is none"),
-        ('{"text": ["a"]}', "line 1 holds no text but list"),
-        ("[" * 100_000, "line 1: JSON nested too deep"),
-        ('{"text": ' + '{"a":' * 100_000, "line 1: JSON nested too deep"),
-        ('{"text": "a"}\n{"id": ' + "1" * 5_000 + "}", "line 2: a number of more digits than Python reads"),
+        ('{"text": NaN}', "line 1 must have text, got float"),
+        ("null", "line 1 has no text, it has null: set data.column"),
+        ("\n{}", "line 2 has no text, it has none: set data.column"),
+        ('{"text": ["a"]}', "line 1 must have text, got list"),
+        ("[" * 100_000, "line 1: the JSON is nested too deep"),
+        ('{"text": ' + '{"a":' * 100_000, "line 1: the JSON is nested too deep"),
+        ('{"text": "a"}\n{"id": ' + "1" * 5_000 + "}", "line 2: a number has more digits than Python reads"),
     ],
     ids=lambda value: value[:20],
 )
@@ -292,11 +292,11 @@ def test_rows_that_are_no_rows_are_named_with_their_place(tmp_path, content, mes
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("txt\na\n", "a.csv, line 2 has no text: set data.column, there is txt"),
+        ("txt\na\n", "a.csv, line 2 has no text, it has txt: set data.column"),
         ("text\nhello, world\n", "a.csv, line 2 has more cells than the first line"),
         ("id,text\n1,a\n2\n", "a.csv, line 3 has fewer cells than the first line"),
         ("text,id\na\nb,1\n", "a.csv, line 2 has fewer cells than the first line"),
-        ('id,text\n1,"never closed\n2,b\n', "a.csv, the row from line 2 on: unexpected end of data"),
+        ('id,text\n1,"never closed\n2,b\n', "a.csv, the row that starts at line 2: unexpected end of data"),
         (b"id,text\n1,caf\xe9\n", "a.csv is not UTF-8.*byte 13;"),
     ],
     ids=str,
@@ -325,11 +325,11 @@ def test_a_cell_of_a_table_may_be_long_and_an_empty_one_is_no_text(tmp_path):
         ("a.txt", gzip.compress(b"text", mtime=0), "compressed by gzip: its name must end in .gz"),
         ("a.jsonl", bz2.compress(b"text"), "compressed by bzip2"),
         ("a.txt", lzma.compress(b"text"), "compressed by xz"),
-        ("a.txt", b"some\0thing", "holds NUL bytes"),
-        ("a.jsonl", "text".encode("utf-16-le"), "holds NUL bytes, as UTF-16"),
-        ("a.txt", "text".encode("utf-16"), "UTF-16: write it as UTF-8"),
-        ("a.csv", codecs.BOM_UTF16_BE + "text".encode("utf-16-be"), "UTF-16: write it as UTF-8"),
-        ("a.txt", "text".encode("utf-32"), "UTF-32: write it as UTF-8"),
+        ("a.txt", b"some\0thing", "has NUL bytes"),
+        ("a.jsonl", "text".encode("utf-16-le"), "has NUL bytes, as UTF-16"),
+        ("a.txt", "text".encode("utf-16"), "UTF-16: convert it to UTF-8"),
+        ("a.csv", codecs.BOM_UTF16_BE + "text".encode("utf-16-be"), "UTF-16: convert it to UTF-8"),
+        ("a.txt", "text".encode("utf-32"), "UTF-32: convert it to UTF-8"),
     ],
 )
 @pytest.mark.parametrize("errors", ["strict", "replace"])
@@ -365,7 +365,7 @@ def test_damaged_parquet_is_one_line_with_the_path(tmp_path):
     refused = 0
     for cut in (0, 3, 4, len(content) // 2, len(content) - 1):
         path.write_bytes(content[:cut])
-        with pytest.raises(ValueError, match="^a.parquet is no Parquet file that can be read|a.parquet cannot be read"):
+        with pytest.raises(ValueError, match="^a.parquet is no valid Parquet file|a.parquet cannot be read"):
             read(["a.parquet"])
     for _ in range(60):
         damaged = bytearray(content)
@@ -503,10 +503,10 @@ def test_what_may_not_be_meant_is_said_in_a_line(tmp_path):
         (tmp_path / name).write_text("one\ntwo")
     write_rows(tmp_path / "e.jsonl")
     assert remarks(["a.txt", "d", "e.jsonl"]) == []
-    assert remarks(["*"]) == ["read as plain text, mark-up and all: .html, .md files"]
+    assert remarks(["*"]) == ["read as plain text, including markup: .html, .md files"]
     assert remarks(["a.txt", "e.jsonl"], separator="\\n") == remarks(["e.jsonl"], separator="***") == []
     assert remarks(["a.txt", "e.jsonl"], separator="***") == [
-        "data.separator '***' occurs nowhere: each text file is one document"
+        "data.separator '***' does not occur: each text file is one document"
     ]
 
 

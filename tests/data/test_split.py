@@ -115,11 +115,11 @@ def test_a_share_far_from_the_one_asked_for_is_said_and_one_that_is_near_is_not(
     for document in texts([3_000] * 10):
         (tmp_path / f"{document.name}.txt").write_text(document.text)
     prepare(FILES, BYTES)
-    assert "of the text is held out" not in capsys.readouterr().out
+    assert "of the text, data.validation_share" not in capsys.readouterr().out
     for path in tmp_path.glob("?.txt"):
         path.write_text(path.name)
     prepare(replace(FILES, validation_share=0.01), BYTES)  # less than a character
-    assert "10.00% of the text is held out, data.validation_share=0.01 asks for 1.00%" in capsys.readouterr().out
+    assert "validation has 10.00% of the text, data.validation_share=0.01 asks for 1.00%" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("sizes", [[60_000, 700], [700, 60_000], [30_000, *[200] * 9], [2_000] * 3], ids=str)
@@ -175,7 +175,7 @@ def test_a_file_whose_name_looks_like_a_pattern_is_itself(tmp_path):
         (["vla.txt"], r"data.validation: no file matches vla.txt; there are t.txt, val.txt: did you mean val.txt"),
         (["val.txt", "other/*.txt"], "no file matches other/"),
         (["t.text:1*"], "no file matches t.text:1"),
-        (["*.txt"], "nothing is left to train on: all 2 files are held out"),
+        (["*.txt"], "nothing is left to train on: data.validation matches all 2 files"),
     ],
 )
 def test_names_of_files_are_looked_at_before_any_text(tmp_path, monkeypatch, validation, message):
@@ -189,7 +189,7 @@ def test_names_of_files_are_looked_at_before_any_text(tmp_path, monkeypatch, val
 def test_a_name_that_no_document_of_the_hub_can_have_is_refused_before_any_text(monkeypatch):
     monkeypatch.setattr("data.sources.documents", None)
     hub = {"source": "hub", "repo": "someone/stories", "validation": ["validation.jsonl"]}
-    with pytest.raises(ValueError, match="validation.jsonl is no document of the Hub, such as someone/stories:0:17"):
+    with pytest.raises(ValueError, match="jsonl is no document name of the Hub, such as someone/stories:0:17"):
         prepare(replace(FILES, **hub), BYTES)
 
 

@@ -414,7 +414,7 @@ def test_a_silent_server_is_not_waited_for_for_ever(tmp_path, monkeypatch):
             return tiktoken.load.load_tiktoken_bpe(f"http://127.0.0.1:{server.getsockname()[1]}/a.tiktoken")
 
         monkeypatch.setitem(tiktoken.registry.ENCODING_CONSTRUCTORS, "silent", silent)
-        with pytest.raises(ValueError, match="cannot be fetched .ReadTimeout.: bring that file"):
+        with pytest.raises(ValueError, match="cannot be fetched .ReadTimeout.: save that file"):
             named_encoding("silent")
 
 
@@ -435,7 +435,7 @@ def test_special_tokens_of_a_tokenizer_json_are_given_by_name(tmp_path, llama_to
     with pytest.raises(ValueError, match="no special token <pad>: there are <unk>, <s>, </s>"):
         read_json(path, None, "<pad>")
     path.write_text("{}")
-    with pytest.raises(ValueError, match="is no tokenizer.json"):
+    with pytest.raises(ValueError, match="is no valid tokenizer.json"):
         read_json(path, None, "</s>")
 
 

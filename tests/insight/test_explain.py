@@ -183,7 +183,7 @@ def test_nothing_is_no_text(run, monkeypatch):
     ("overrides", "text", "message"),
     [
         ([], "_cabdacabdacab", "the text has 14 tokens, the model reads max_seq_len 12"),
-        ([], "xyz", "has not seen: 'xyz'"),
+        ([], "xyz", "does not know the characters 'xyz'"),
         (["method=patching"], TEXT, "method=patching needs corrupted"),
         (["method=patching", "corrupted=_ca"], TEXT, r"as many tokens as the text, got 3 and 6: _ \| c \| a and _"),
         (["method=patching", f"corrupted={TEXT}"], TEXT, "corrupted must differ"),

@@ -122,8 +122,8 @@ def test_a_corpus_outlives_the_text_that_it_was_made_from(run, tmp_path, capsys,
     run("parts", "every.checkpoint=4", "resume=auto", *changes.get(what, []))
     output = capsys.readouterr().out
     assert "preparing" not in output
-    assert ("the text is not here any more: taking corpora/" in output) == (what == "gone")
-    assert ("the text is as it was: taking corpora/" in output) == (what in ("newer", "moved"))
+    assert ("the source text is gone: using corpora/" in output) == (what == "gone")
+    assert ("the source text is unchanged: using corpora/" in output) == (what in ("newer", "moved"))
     assert rows(parts) == rows(whole) and same(final(parts)[0], final(whole)[0])
 
 
