@@ -1,4 +1,4 @@
-"""C++ for a CPU in float32: the same functions of tensors as in model/ops.py, in less time. Knows no model.
+"""C++ kernels for a CPU in float32: faster versions of the functions in model/ops.py. Imports nothing else of ours.
 
-build.py compiles it, training.py and decoding.py give it to a model's table of functions, see model/ops.py.
+build.py compiles them; training.py and decoding.py put them into a model's table of functions, see model/ops.py.
 """

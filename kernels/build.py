@@ -1,4 +1,4 @@
-"""The kernels of this folder, *.cpp: built for this machine when they are first wanted, and loaded."""
+"""Builds the kernels, *.cpp, for this machine when they are first used, and loads them."""
 
 import functools
 import hashlib
@@ -19,17 +19,17 @@ def loaded() -> bool:
 
 
 def load(what: str, warn: Callable[[str], None] = warnings.warn) -> bool:
-    """Whether the kernels of "training" or "generation" are there; if they cannot be built, says so in a line."""
+    """Loads the kernels for `what` ("training" or "generation"); returns False, with a warning, if that fails."""
     try:
         load_kernels(warn)
     except RuntimeError as error:
-        warn(f"the kernels of {what} cannot be built, going on without, slower: {error}")
+        warn(f"the kernels for {what} cannot be built, continuing without them, more slowly: {error}")
         return False
     return True
 
 
 def has_compiler() -> bool:
-    """Whether a C++ compiler is there and works: what CXX names, or c++."""
+    """Whether there is a C++ compiler that works: the one in CXX, or c++."""
     return _compiles(os.environ.get("CXX") or "c++")
 
 
@@ -38,16 +38,17 @@ def _compiles(command: str) -> bool:
     options = ["-std=c++20", "-x", "c++", "-fsyntax-only", "-"]
     try:
         tried = subprocess.run([*shlex.split(command), *options], input=b"#include <cstdlib>\n", capture_output=True)
-    except (OSError, ValueError):  # not there; quotes that do not close
+    except (OSError, ValueError):  # not found; unbalanced quotes in CXX
         return False
     return tried.returncode == 0
 
 
 def load_kernels(say: Callable[[str], None] = warnings.warn):
-    """Builds *.cpp for this machine when there is no whole build of them yet; RuntimeError where that fails.
+    """Builds *.cpp for this machine unless there is an intact build, and loads it; RuntimeError if that fails.
 
-    Takes a C++ compiler and some seconds, once: the result stays where torch keeps extensions (TORCH_EXTENSIONS_DIR),
-    under a name made of all that it is made of, and of its own bytes, by which a damaged one is known and built again.
+    This takes a C++ compiler and some seconds, once. The library is kept in torch's folder for extensions
+    (TORCH_EXTENSIONS_DIR). Its name holds a hash of its sources and flags, and one of its own bytes: a damaged library
+    is detected and built again.
     """
     if loaded():
         return
@@ -83,18 +84,18 @@ def _digest(content: bytes) -> str:
 
 
 def _load(library: Path) -> bool:
-    """Whether it holds the bytes that its name promises, and loads here."""
+    """Loads a library if its bytes match the hash in its name; returns whether it did."""
     try:
-        whole = library.stem.endswith(_digest(library.read_bytes()))
-        if whole:
+        intact = library.stem.endswith(_digest(library.read_bytes()))
+        if intact:
             torch.ops.load_library(str(library))
-        return whole
-    except OSError:  # not to be read, or built elsewhere for other libraries than this machine's
+        return intact
+    except OSError:  # unreadable, or built on a machine with other system libraries
         return False
 
 
 def _build(sources: list[Path], flags: list[str], folder: Path, name: str, say: Callable[[str], None]) -> Path:
-    """The library that the compiler makes of the sources: written beside, then renamed, whole or not at all."""
+    """Compiles the sources into a library, under a temporary name that is then renamed."""
     of_torch = Path(torch.__file__).parent
     try:
         folder.mkdir(parents=True, exist_ok=True)

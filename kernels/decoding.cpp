@@ -1,5 +1,5 @@
-// What generation spends its time on, for a CPU: products of few rows with a matrix, and attention of one query.
-// decoding.py says what it computes, and tests hold it to that.
+// The kernels of generation on a CPU: matrix products of few rows, and attention of one query. decoding.py documents
+// what they compute.
 
 #include <algorithm>
 #include <cmath>
@@ -16,7 +16,7 @@ using torch::stable::Tensor;
 
 namespace {
 
-constexpr int TOGETHER = 4 * PANEL;  // outputs that stay in the nearest cache while all rows pass
+constexpr int TOGETHER = 4 * PANEL;  // outputs whose weights stay in the L1 cache while all rows pass
 
 template <int ROWS, int PANELS, typename Weight>
 void tile(const float* x, const Weight* panels, const float* scale, float* y, int d_in, int d_out, int width) {
@@ -51,7 +51,7 @@ void product(const float* x, const Weight* panels, const float* scale, float* y,
   });
 }
 
-// Outputs whose weights lie side by side, and to a multiple of how many weights are filled up.
+// (outputs whose weights are interleaved, the multiple to which outputs are padded)
 std::tuple<int64_t, int64_t> layout() { return {PANEL, TOGETHER}; }
 
 Tensor linear(const Tensor& x, const Tensor& panels, std::optional<Tensor> scale, int64_t d_out) {
@@ -69,7 +69,7 @@ Tensor linear(const Tensor& x, const Tensor& panels, std::optional<Tensor> scale
   return y;
 }
 
-// softmax(q k^T / sqrt(d)) v for one query q (d), over the keys that it may see; none: zeros.
+// softmax(q k^T / sqrt(d)) v for one query q (d) over the keys that the mask allows; zeros if there are none.
 void attend_one(const float* q, const float* k, const float* v, const bool* mask, float* y, int keys, int d,
                 int64_t k_step, int64_t v_step, int64_t mask_step) {
   std::vector<float> weights(keys);

@@ -1,7 +1,7 @@
-"""Generation on a CPU: products of few rows and attention of one query, by decoding.cpp.
+"""Generation on a CPU: matrix products of few rows and attention of one query, in decoding.cpp.
 
-A token's time goes into reading every weight once, for very few rows; torch's kernels are made for many. These read
-weights in the order in which they lie, as four bytes each or as one, two to three times as fast.
+A token's time is spent on reading every weight once, for very few rows; torch's kernels are made for many rows. These
+read the weights in the order in which they are stored, in float32 or int8, two to three times as fast.
 """
 
 import warnings
@@ -16,14 +16,14 @@ from torch import Tensor, nn
 
 from kernels import build
 
-FEW_ROWS = 512  # with more, torch's own product is worth a copy of the weights
+FEW_ROWS = 512  # with more, torch's product pays for a copy of the weights
 
 
 class DecodeLinear(nn.Module):
-    """A linear layer for generation, without gradients, whose weights lie as decoding.cpp reads them.
+    """A linear layer for generation, without gradients, whose weights are stored in the order that decoding.cpp reads.
 
-    With `int8` it holds a byte a weight, and for each output a scale, its largest weight / 127. For few rows in float32
-    on a CPU a row's result does not depend on the number of rows.
+    With `int8` a weight is one byte, and each output has a scale, its largest weight / 127. For few rows in float32 on
+    a CPU, the result of a row does not depend on the number of rows.
     """
 
     def __init__(self, linear: nn.Linear, int8: bool = False):
@@ -43,11 +43,11 @@ class DecodeLinear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """(d_out d_in), as in nn.Linear: a copy; with int8 to be multiplied by scale[:d_out]."""
+        """(d_out d_in), as in nn.Linear: a copy. With int8 it must be multiplied by scale[:d_out]."""
         return rearrange(self.panels, "panel d out -> (panel out) d")[: self.d_out]
 
     def forward(self, x: Tensor) -> Tensor:
-        """x (... d_in) -> (... d_out), in the type of x."""
+        """x (... d_in) -> (... d_out), in the dtype of x."""
         rows = x.reshape(-1, x.shape[-1])
         readable = (
             x.device.type == "cpu" and x.dtype != torch.float64 and self.panels.dtype in (torch.int8, torch.float32)
@@ -71,21 +71,21 @@ def attention(
     *,
     otherwise: Callable,
 ) -> tuple[Tensor, Tensor | None]:
-    """By decoding.cpp where each row has a single query: reads the keys that it may see, no others."""
+    """Computes attention in decoding.cpp if each row has a single query: reads only the keys that the mask allows."""
     plain = bias is None and soft_cap is None and dropout_p == 0
     if q.shape[2] > 1 or mask is None or not plain or q.dtype != torch.float32 or q.device.type != "cpu":
         return otherwise(q, k, v, mask, bias, soft_cap, dropout_p)
     mask = mask.expand(q.shape[0], q.shape[1], 1, k.shape[2])
-    # the numbers of a head side by side, which RoPE leaves apart where a head has only one pair
+    # a head's numbers must be contiguous; RoPE returns them strided if a head has only one pair
     q, k, v = (x if x.stride(3) == 1 else x.clone(memory_format=torch.contiguous_format) for x in (q, k, v))
     return torch.ops.inkling.attend(q, k, v, mask), None
 
 
 def pack_for_decoding(model: nn.Module, int8: bool = False, warn: Callable[[str], None] = warnings.warn) -> nn.Module:
-    """Makes a GPT one for generation, in place: its linear layers become DecodeLinear, and have no gradients.
+    """Prepares a GPT for generation, in place: its linear layers become DecodeLinear, without gradients.
 
-    The embedding, of which a token reads a single row, stays; a tied head gets weights of its own. Without int8 it does
-    nothing where that brings nothing: without kernels, on another device than a CPU, in another type than float32.
+    The embedding stays, since a token reads only one row of it; a tied head gets its own copy of the weights. Without
+    int8 nothing changes where there is no gain: without kernels, on another device, or in another dtype than float32.
     """
     with_kernels = model.embedding.weight.device.type == "cpu" and model.embedding.weight.dtype == torch.float32
     with_kernels = with_kernels and build.load("generation", warn)

@@ -1,4 +1,4 @@
-// Several numbers at once, for the kernels of this folder: GCC's and clang's vectors, on any processor.
+// Vectors of numbers for the kernels, by the vector extensions of GCC and clang, on any processor.
 
 #pragma once
 #include <algorithm>
@@ -10,7 +10,7 @@
 
 namespace {
 
-constexpr int LANES = 8;  // numbers that one instruction multiplies
+constexpr int LANES = 8;  // numbers in a vector
 typedef float Lanes __attribute__((vector_size(4 * LANES)));
 
 inline Lanes load(const float* x) {
@@ -31,7 +31,7 @@ inline Lanes load(const int8_t* x) {
 
 inline void store(float* x, Lanes lanes) { std::memcpy(x, &lanes, sizeof lanes); }
 
-// exp to 2 units in the last place for x <= 88; below -87, where float32 runs out, 0.
+// exp to 2 units in the last place for x <= 88; 0 below -87, where float32 underflows.
 Lanes exp(Lanes x) {
   const Lanes inside = x < -87.0f ? Lanes{} - 87.0f : x;  // NaN stays NaN
   const Lanes shifted = inside * 1.44269504f + 12582912.0f;  // 1.5 * 2^23: the low bits are x / ln 2, rounded
@@ -56,7 +56,7 @@ float largest(Lanes x) {
   return std::max({x[0], x[1], x[2], x[3], x[4], x[5], x[6], x[7]});
 }
 
-// The last numbers of a row, fewer than a vector.
+// The last numbers of a row, fewer than LANES.
 Lanes load(const float* x, int64_t n, float rest = 0) {
   if (n >= LANES) return load(x);
   Lanes lanes = Lanes{} + rest;

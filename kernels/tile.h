@@ -1,4 +1,4 @@
-// A block of a product of matrices, added up in registers, after "Anatomy of High-Performance Matrix Multiplication"
+// A block of a matrix product, accumulated in registers, after "Anatomy of High-Performance Matrix Multiplication"
 // (2008) and BLIS: the right matrix is packed into panels, in the order in which they are read.
 
 #pragma once
@@ -10,21 +10,21 @@
 
 namespace {
 
-constexpr int PANEL = 2 * LANES;  // columns of the right matrix that lie side by side once packed
-constexpr int GROUP = 6;          // rows of the left one: with them, 12 of the 16 registers hold sums
-constexpr int DEPTH = 256;        // rows of a panel that stay in the nearest cache
+constexpr int PANEL = 2 * LANES;  // columns of the right matrix in a panel
+constexpr int GROUP = 6;          // rows of the left matrix: 12 of the 16 registers then hold sums
+constexpr int DEPTH = 256;        // rows of a panel that fit into the L1 cache
 
 struct Matrix {  // a view, transposed or not
   const float* data;
-  int64_t row, column;  // steps from one to the next
+  int64_t row, column;  // strides
   Matrix from(int64_t i, int64_t j) const { return {data + i * row + j * column, row, column}; }
 };
 
-// ROWS rows of `left` times PANELS packed panels, all sums in registers. Each sum is added up in the order of `depth`,
-// whatever ROWS and PANELS are: a row's result does not depend on its neighbours.
+// ROWS rows of `left` times PANELS packed panels, all sums in registers. Every sum runs in the order of `depth`, for
+// any ROWS and PANELS: a row's result does not depend on its neighbours.
 template <int ROWS, int PANELS, typename Number>
 inline void multiply(Matrix left, const Number* panels, int depth, Lanes (&sum)[ROWS][PANELS][2]) {
-#pragma GCC unroll 6  // every loop over them is unrolled: otherwise they would go through memory
+#pragma GCC unroll 6  // all loops over them are unrolled, to keep them in registers
   for (int r = 0; r < ROWS; ++r)
 #pragma GCC unroll 4
     for (int p = 0; p < PANELS; ++p) sum[r][p][0] = sum[r][p][1] = Lanes{};
@@ -45,7 +45,7 @@ inline void multiply(Matrix left, const Number* panels, int depth, Lanes (&sum)[
 
 int64_t up_to(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
 
-// A block of `left` with so many rows, times a packed panel.
+// A block of N rows of `left` times a packed panel.
 template <int N>
 void tile(Matrix left, const float* panel, int depth, float* out, int64_t out_row, int width, bool add) {
   Lanes sum[N][1][2];
@@ -73,7 +73,7 @@ void tile(int rows, Matrix left, const float* panel, int depth, float* out, int6
 }
 
 #ifdef __AVX2__
-// 8 x 8 numbers, turned over in registers; one by one they would cost as much as a tenth of the products.
+// Transposes 8 x 8 numbers in registers; one by one this would take a tenth of the products' time.
 void transpose8(const float* from, int64_t step, float* to, int64_t to_step) {
   __m256 r[8], t[8];
   for (int i = 0; i < 8; ++i) r[i] = _mm256_loadu_ps(from + i * step);
@@ -99,7 +99,7 @@ void transpose8(const float* from, int64_t step, float* to, int64_t to_step) {
 }
 #endif
 
-// Columns of a matrix as panels (panel, row, PANEL), filled up with zeros.
+// Packs the columns of a matrix into panels (panel, row, PANEL), padded with zeros.
 void pack_columns(Matrix from, int rows, int columns, float* to) {
   for (int first = 0; first < columns; first += PANEL, to += int64_t(rows) * PANEL) {
     const int width = std::min(PANEL, columns - first);
@@ -115,7 +115,7 @@ void pack_columns(Matrix from, int rows, int columns, float* to) {
   }
 }
 
-// Memory of this thread's own, kept between calls; its start is that of a line of the cache.
+// Thread-local memory, kept between calls and aligned to a cache line.
 float* scratch(int which, size_t size) {
   constexpr size_t LINE = 64 / sizeof(float);
   thread_local std::vector<float> memory[8];

@@ -1,6 +1,6 @@
-// Causal attention, norms, rotation, gates, dropout and loss of training, for a CPU. training.py says what each operation computes, and
-// tests hold it to that. Every sum is added up in an order that depends on the shapes alone, so that threads change no
-// bit.
+// The kernels of training on a CPU: causal attention, norms, rotation, gated products, dropout and loss. training.py
+// documents what they compute. The order of every sum depends on the shapes only, so that the number of threads changes
+// no bit.
 
 #include <algorithm>
 #include <cmath>
@@ -24,16 +24,16 @@ float* numbers(const Tensor& x) {
   return static_cast<float*>(x.data_ptr());
 }
 
-// --- causal attention: "FlashAttention" (2022). No square of weights; the backward pass computes them again -----------
+// --- causal attention: "FlashAttention" (2022). Never holds the square of weights; the backward pass recomputes it --
 
-constexpr int QUERIES = 8 * GROUP;  // that pass over the keys together
+constexpr int QUERIES = 8 * GROUP;  // queries that pass over the keys together
 constexpr int KEYS = 8 * PANEL;     // in the backward pass
 
 Matrix head(const Tensor& x, int64_t b, int64_t h) {
   return {numbers(x) + b * x.stride(0) + h * x.stride(1), x.stride(2), 1};
 }
 
-// left (m depth) times packed panels, n columns; group by group only as deep, or as wide, as `reach(row)` says.
+// left (m depth) times packed panels, n columns; each group of rows only as deep, or as wide, as `reach(row)` says.
 template <typename Depth>
 void groups(Matrix left, const float* panels, int panel_rows, float* out, int64_t out_row, int m, int n, bool add,
             Depth depth) {
@@ -43,15 +43,15 @@ void groups(Matrix left, const float* panels, int panel_rows, float* out, int64_
            out_row, std::min(PANEL, n - j), add);
 }
 
-// scores (m, keys) = q k^T, without panels of keys that lie behind the last query of a group; `first` is the place of
-// the first query relative to the first key.
+// scores (m, keys) = q k^T, without the panels of keys after the last query of a group; `first` is the position of the
+// first query relative to the first key.
 void score(Matrix q, const float* keys, int d, float* scores, int64_t step, int m, int n, int first) {
   for (int j = 0; j < n; j += PANEL)
     for (int i = std::max(0, j - first) / GROUP * GROUP; i < m; i += GROUP)
       tile(std::min(GROUP, m - i), q.from(i, 0), keys + int64_t(j) * d, d, scores + i * step + j, step, PANEL, false);
 }
 
-// One head: y (t d) and the logarithm of each query's sum of exponentials.
+// One head: y (t d) and log-sum-exp of each query's scores.
 void attend_head(Matrix q, const float* keys, const float* values, float* y, int64_t y_row, float* log_sums, int t,
                  int d) {
   const float scale = 1 / std::sqrt(float(d));
@@ -73,7 +73,7 @@ void attend_head(Matrix q, const float* keys, const float* values, float* y, int
         sums += weights;
         store(row + j, weights);
       }
-      store(row + full, Lanes{});  // as far as the last query of the group sees
+      store(row + full, Lanes{});  // up to the last query of the group
       const float total = sum(sums);
       over[i] = 1 / total;
       log_sums[q0 + i] = top * scale + std::log(total);
@@ -95,7 +95,7 @@ std::tuple<Tensor, Tensor> attention(const Tensor& q, const Tensor& k, const Ten
   for (const Tensor& x : {k, v})
     STD_TORCH_CHECK(x.size(0) == b && x.size(1) == k.size(1) && heads % x.size(1) == 0 && x.size(2) == t &&
                     x.size(3) == d, "queries, keys and values do not fit each other");
-  for (const Tensor& x : {q, k, v})  // here: where threads are at work, nothing may be thrown
+  for (const Tensor& x : {q, k, v})  // checked here, since threads must not throw
     STD_TORCH_CHECK((d == 1 || x.stride(3) == 1) && is_float(x), "numbers of a head must lie side by side, in float32");
   Tensor y = torch::stable::new_empty(q, {b, t, heads, d}), log_sums = torch::stable::new_empty(q, {b, heads, t});
   parallel_for(0, b * k.size(1), 1, [&](int64_t begin, int64_t end) {
@@ -114,7 +114,7 @@ std::tuple<Tensor, Tensor> attention(const Tensor& q, const Tensor& k, const Ten
   return {y, log_sums};
 }
 
-// What one head adds to the gradients of its queries, keys and values, all with steps of their own from row to row.
+// One head's contribution to the gradients of queries, keys and values, each with its own row stride.
 struct Head {
   Matrix q, y, dy;
   const float *keys_across, *keys, *values_across, *log_sums;
@@ -124,7 +124,7 @@ struct Head {
 
 void attend_head_backward(const Head& head, int t, int d) {
   const float scale = 1 / std::sqrt(float(d));
-  constexpr int64_t STEP = KEYS + PANEL;  // no power of two: rows would meet in one set of the cache
+  constexpr int64_t STEP = KEYS + PANEL;  // not a power of two, so that rows do not share a set of the cache
   float* weights = scratch(4, QUERIES * STEP);
   float* slopes = scratch(5, QUERIES * STEP);
   float* queries = scratch(6, QUERIES * up_to(d, PANEL));
@@ -158,7 +158,7 @@ void attend_head_backward(const Head& head, int t, int d) {
       }
       groups({slopes, STEP, 1}, head.keys + int64_t(k0) * PANEL, t, head.dq + q0 * head.dq_row, head.dq_row, m, d,
              k0 > 0, [&](int i) { return std::clamp(q0 + std::min(i + GROUP, m) - k0, 0, n); });
-      for (int i = 0; i < n; i += GROUP) {  // keys, of which queries before them know nothing
+      for (int i = 0; i < n; i += GROUP) {  // keys; earlier queries do not attend to them
         const int from = std::clamp(k0 + i - q0, 0, m), rows = std::min(GROUP, n - i);
         auto into = [&](const float* left, const float* panels, float* out) {
           groups({left + from * STEP + i, 1, STEP}, panels + from * PANEL, m, out + (k0 + i) * head.dk_row, head.dk_row,
@@ -198,17 +198,17 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward(const Tensor& dy, const Te
   return {dq, dk, dv};
 }
 
-// --- what lies between ------------------------------------------------------------------------------------------------
+// --- norms, rotation, gated products, dropout, loss -----------------------------------------------------------------
 
-constexpr int64_t BATCH = 64;  // rows whose share of a weight's gradient is added up on its own, whatever the threads
+constexpr int64_t BATCH = 64;  // rows over which a weight's gradient is summed separately, for any number of threads
 
-// Rows x (rows heads d), each divided by its root mean square times a weight, then turned by angles of its own.
+// Rows x (rows heads d), each divided by its rms and multiplied by a weight, then rotated by its own angles.
 struct Turn {
   int64_t rows, heads, d, angles;
   const float *weight, *cos, *sin;
   bool interleaved;
 
-  // Turns y (d) in place, or back. Halves may be turned many at once; interleaved pairs one by one.
+  // Rotates y (d) in place, forwards or backwards: halves by vectors, interleaved pairs one by one.
   void apply(float* y, int64_t row, float sign) const {
     const int64_t half = d / 2;
     const float *c = cos + row % angles * half, *s = sin + row % angles * half;
@@ -260,7 +260,8 @@ Tensor norm_turn(const Tensor& x, std::optional<Tensor> weight, double eps, std:
   return y;
 }
 
-std::tuple<Tensor, Tensor> norm_turn_backward(const Tensor& dy, const Tensor& x, std::optional<Tensor> weight, double eps,
+std::tuple<Tensor, Tensor> norm_turn_backward(const Tensor& dy, const Tensor& x, std::optional<Tensor> weight,
+                                              double eps,
                                               std::optional<Tensor> cos, std::optional<Tensor> sin, bool interleaved) {
   STD_TORCH_CHECK(dy.is_contiguous(), "must be contiguous");
   const Turn by = turn(x, weight, cos, sin, interleaved);
@@ -295,7 +296,7 @@ std::tuple<Tensor, Tensor> norm_turn_backward(const Tensor& dy, const Tensor& x,
   return {dx, torch::stable::narrow(dweight, 0, 0, batches ? 1 : 0)};
 }
 
-// f(vectors begin .. end of so many numbers), shared among threads
+// f(begin, end) on ranges of the vectors of n numbers, split among threads
 template <typename F>
 void each(int64_t numbers, F f) {
   parallel_for(0, up_to(numbers, LANES) / LANES, 1024, [&](int64_t begin, int64_t end) {
@@ -323,9 +324,9 @@ void silu_times_backward(const Tensor& dy, const Tensor& gate, const Tensor& up,
   });
 }
 
-// x with a share of its numbers times zero and the others times 1 / (1 - share). Which, is a hash of seed and place (two
+// Dropout: a fraction of x times zero, the rest times 1 / (1 - fraction). The choice is a hash of seed and index (two
 // rounds of one of the best of "hash-prospector", Wellons, 2018): the same for x and for its gradient, with nothing to
-// be kept. For seeds that are drawn: of two that follow each other, one's choice is the other's, a place on.
+// store. Seeds must be random: those of two consecutive seeds are the same choice, shifted by one index.
 void dropout(const Tensor& x, Tensor out, double share, int64_t seed) {
   STD_TORCH_CHECK(x.is_contiguous() && out.is_contiguous() && x.numel() == out.numel(), "must be contiguous, and fit");
   typedef uint32_t Words __attribute__((vector_size(4 * LANES)));
@@ -343,8 +344,8 @@ void dropout(const Tensor& x, Tensor out, double share, int64_t seed) {
   });
 }
 
-// The loss of each row of logits (rows vocab), and with `slopes` what they change it by: softmax, less 1 at the target. A
-// target that is `ignore` has no loss.
+// The loss of each row of logits (rows vocab) and, with `slopes`, its gradient: the softmax, minus 1 at the target. A
+// target equal to `ignore` has no loss.
 std::tuple<Tensor, Tensor> cross_entropy(const Tensor& logits, const Tensor& targets, int64_t ignore, bool slopes) {
   STD_TORCH_CHECK(logits.is_contiguous() && targets.is_contiguous() && targets.numel() == logits.size(0) &&
                   targets.scalar_type() == torch::headeronly::ScalarType::Long, "one target a row, int64");

@@ -1,9 +1,9 @@
-"""Training on a CPU in float32, by training.cpp: what model/functional.py says, in less time.
+"""Training on a CPU in float32: faster versions of model/functional.py, in training.cpp.
 
-Attention computes only what a query may see, what lies between products is one pass over memory, and threads share all
-of it without changing a bit. `with_kernels` puts these functions into a model's table; each does what it covers and
-leaves the rest to the function whose place it takes: few rows, masks, biases, soft caps, dropout in attention, other
-types and devices, autocast, compiled.
+Attention skips masked scores, elementwise work between matrix products is one pass over memory, and the number of
+threads changes no bit of a result. `with_kernels` puts these functions into a model's table. Each handles what it
+covers and passes the rest on to the function that it replaces: few rows, masks, biases, soft caps, dropout in
+attention, other dtypes and devices, autocast, torch.compile.
 """
 
 from collections.abc import Callable, Iterable
@@ -15,20 +15,20 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-IGNORE = -100  # a target without a loss, as in torch
-CHUNK = 2**21  # logits that exist at once, or those of MIN_ROWS rows where that is more
+IGNORE = -100  # targets with this id do not count, as in torch
+CHUNK = 2**21  # logits held at once; at least those of MIN_ROWS rows
 MIN_ROWS = 128
-MANY_ROWS = 64  # with fewer, calling a kernel is what takes the time
+MANY_ROWS = 64  # with fewer rows, the call of a kernel takes longer than its work
 
 
 def with_kernels(ops):
-    """A table of functions as `ops` (model/ops.py), which compute by kernel what they cover. They must be loaded."""
+    """The table `ops` (model/ops.py) with kernels for what they cover. The kernels must be loaded."""
     ours = {f.__name__: f for f in (attention, rms_norm, rotate, gated_linear, dropout, head_loss)}
     return replace(ops, **{name: partial(f, otherwise=getattr(ops, name)) for name, f in ours.items()})
 
 
 def covers(*tensors: Tensor) -> bool:
-    """Whether the kernels can compute with these, the first of which has many rows: by types, never by values."""
+    """Whether the kernels support these tensors, of which the first must have many rows; never depends on values."""
     x = tensors[0]
     return (
         x.numel() >= MANY_ROWS * x.shape[-1] > 0
@@ -68,9 +68,9 @@ def attention(
     *,
     otherwise: Callable,
 ) -> tuple[Tensor, Tensor | None]:
-    """Where it is plain causal: softmax(q k^T / sqrt(d)) v for q (b h s d), k and v (b g s d).
+    """Causal attention without extras: softmax(q k^T / sqrt(d)) v for q (b h s d), k and v (b g s d).
 
-    The result (b h s d) lies in memory as (b s h d), so that joining its heads moves nothing. No square of weights is
+    The result (b h s d) is stored as (b s h d), so that joining the heads moves no data. The square of weights is never
     held: "FlashAttention" (2022).
     """
     plain = mask is None and bias is None and soft_cap is None and dropout_p == 0
@@ -80,7 +80,7 @@ def attention(
 
 
 class _Norm(Function):
-    """rms_norm of x (... d) by a weight (d); heads (b h s d) lie in memory as (b s h d), before and after."""
+    """rms_norm of x (... d) with a weight (d). Heads (b h s d) are stored as (b s h d), before and after."""
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -99,7 +99,7 @@ class _Norm(Function):
 
 
 class _Rotate(Function):
-    """Heads (b h s d), which lie in memory as (b s h d), rotated by cos and sin (n i), n = s or b s."""
+    """Rotates heads (b h s d), stored as (b s h d), by cos and sin (n i), n = s or b s."""
 
     @staticmethod
     def forward(ctx, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
@@ -123,7 +123,7 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def _laid_out(y: Tensor, like: Tensor) -> Tensor:
-    """The rows y with the shape of `like`, of which heads (b s h d) become (b h s d) again."""
+    """Rows y in the shape of `like`; heads (b s h d) become (b h s d) again."""
     y = y.view(like.shape)
     return y.transpose(1, 2) if y.ndim == 4 else y
 
@@ -134,7 +134,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6, *, otherwise: Callabl
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, pairing: str = "half", *, otherwise: Callable) -> Tensor:
-    """Heads x (b h s d), each pair of dimensions turned by angles of cos and sin (s i), or (b 1 s i)."""
+    """Rotates each pair of dimensions of heads x (b h s d) by the angles of cos and sin (s i), or (b 1 s i)."""
     if x.ndim != 4 or cos.shape not in ((x.shape[2], x.shape[3] // 2), (x.shape[0], 1, x.shape[2], x.shape[3] // 2)):
         return otherwise(x, cos, sin, pairing)
     if not covers(x, cos, sin):
@@ -163,14 +163,14 @@ class _GatedLinear(Function):
         dy, product = dy.reshape(-1, len(weight)), _silu_times(gate, up)
         dweight = dy.t() @ product.view(-1, gate.shape[-1]) if ctx.needs_input_grad[2] else None
         dgate, dup = (dy @ weight).view(gate.shape), product
-        torch.ops.inkling.silu_times_backward(dgate, gate, up, dgate, dup)  # into what is not needed any more
+        torch.ops.inkling.silu_times_backward(dgate, gate, up, dgate, dup)  # reuses the memory of its inputs
         return dgate, dup, dweight
 
 
 def gated_linear(gate: Tensor, up: Tensor, down: nn.Module, *, otherwise: Callable) -> Tensor:
-    """down(silu(gate) * up), where `down` is nothing but a matrix, and nobody looks into it.
+    """down(silu(gate) * up), if `down` is a plain nn.Linear without bias and hooks.
 
-    The product that it meets is not held for the backward pass, which computes it again.
+    silu(gate) * up is not kept for the backward pass, which computes it again.
     """
     plain = type(down) is nn.Linear and down.bias is None and not (down._forward_hooks or down._forward_pre_hooks)
     if not plain or down._backward_hooks or down._backward_pre_hooks or not covers(gate, up, down.weight):
@@ -192,9 +192,9 @@ class _Dropout(Function):
 
 
 def dropout(x: Tensor, p: float, *, otherwise: Callable) -> Tensor:
-    """x, each number zero with probability p, else times 1 / (1 - p), by one draw of torch's generator.
+    """Zeroes each element of x with probability p and scales the others by 1 / (1 - p).
 
-    The backward pass finds the same numbers again by that draw; no mask is held.
+    torch's generator draws one seed; the backward pass recomputes the mask from it, so none is kept.
     """
     if not (0 < p < 1 and covers(x)):
         return otherwise(x, p)
@@ -202,9 +202,9 @@ def dropout(x: Tensor, p: float, *, otherwise: Callable) -> Tensor:
 
 
 class _HeadLoss(Function):
-    """Each chunk of rows gets its logits and gives its gradients at once; the backward pass only scales them.
+    """Computes logits and gradients of one chunk of rows after the other; the backward pass only scales the gradients.
 
-    As in "Liger Kernel: Efficient Triton Kernels for LLM Training" (2024). `logits` is any function of rows and of
+    As in "Liger Kernel: Efficient Triton Kernels for LLM Training" (2024). `logits` is any function of rows and
     parameters.
     """
 
@@ -218,7 +218,7 @@ class _HeadLoss(Function):
             losses, slopes = _cross_entropy(y.detach(), targets, slopes=True)
             loss += losses.sum()
             dx, *changes = torch.autograd.grad(y, [rows, *parameters], slopes.view_as(y), allow_unused=True)
-            dxs.append(torch.zeros_like(rows) if dx is None else dx)  # None: of logits that do not depend on x
+            dxs.append(torch.zeros_like(rows) if dx is None else dx)  # None: the logits do not depend on x
             sums = [new if old is None else old + new for old, new in zip(sums, changes, strict=True)]
         ctx.save_for_backward((dxs[0] if len(dxs) == 1 else torch.cat(dxs)).view(shape), *sums)
         return loss
@@ -230,7 +230,7 @@ class _HeadLoss(Function):
 
 
 def _cross_entropy(logits: Tensor, targets: Tensor, slopes: bool = False) -> tuple[Tensor, Tensor]:
-    """The loss of each of the rows of logits (... vocab), and with `slopes` what the logits change their sum by."""
+    """The loss of each row of logits (... vocab) and, with `slopes`, the gradient of their sum."""
     rows = logits.reshape(-1, logits.shape[-1]).contiguous()
     return torch.ops.inkling.cross_entropy(rows, targets.flatten(), IGNORE, slopes)
 
@@ -238,9 +238,9 @@ def _cross_entropy(logits: Tensor, targets: Tensor, slopes: bool = False) -> tup
 def head_loss(
     logits: Callable, x: Tensor, targets: Tensor, parameters: Iterable[Tensor], *, otherwise: Callable
 ) -> tuple[Tensor, Tensor]:
-    """The summed loss of logits(x) for targets (...) that are not IGNORE, and the number of these.
+    """The summed loss of logits(x) for targets (...) that are not IGNORE, and their number.
 
-    Many logits never exist all at once: of rows of x (... d_model) a chunk at a time.
+    The logits never exist all at once: they are computed for one chunk of rows of x (... d_model) at a time.
     """
     if not covers(x):
         return otherwise(logits, x, targets, parameters)
@@ -255,5 +255,5 @@ def head_loss(
     if torch.is_grad_enabled() and (x.requires_grad or learned):
         loss = _HeadLoss.apply(logits, chunks, x.shape, x, *learned)
     else:
-        loss = torch.stack([_cross_entropy(logits(rows), some)[0].sum() for rows, some in chunks]).sum()
+        loss = torch.stack([_cross_entropy(logits(rows), of_rows)[0].sum() for rows, of_rows in chunks]).sum()
     return loss, (targets != IGNORE).sum()

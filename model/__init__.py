@@ -1,7 +1,8 @@
-"""The model: knows tensors only.
+"""The model, in pure torch.
 
-Read functional first (the mathematics), then ops (the ways to compute it), positions, attention, norm, feed_forward and
-config and gpt (the whole); cache and generation write with it, hooks look inside.
+Read functional.py first (the mathematics), then ops.py (the ways to compute it), positions.py, attention.py, norm.py,
+feed_forward.py, config.py and gpt.py (the complete model). cache.py and generation.py generate text, hooks.py records
+and edits activations.
 """
 
 from model.config import ModelConfig

@@ -14,7 +14,7 @@ from model.positions import RotaryPositionalEmbedding
 
 
 class CausalMultiHeadAttention(nn.Module):
-    """Every token looks back at itself and what came before, n_heads times in parallel ("Attention Is All You Need").
+    """Each token attends to itself and the tokens before it, n_heads times in parallel ("Attention Is All You Need").
 
     Args:
         d_model: width of the residual stream; a multiple of n_heads.
@@ -24,7 +24,7 @@ class CausalMultiHeadAttention(nn.Module):
         n_kv_heads: key/value heads, each shared by n_heads / n_kv_heads query heads ("GQA", 2023); None: n_heads.
         qk_norm: RMSNorm (with norm_eps) on each query and key head, before RoPE ("Scaling Vision Transformers to 22B
             Parameters", 2023).
-        soft_cap: bounds the scores to +- soft_cap, smoothly ("Gemma 2", 2024); torch's kernel cannot.
+        soft_cap: bounds the scores smoothly to +- soft_cap ("Gemma 2", 2024); torch's fused kernel does not support it.
         dropout: on the attention weights, in training.
     """
 
@@ -75,8 +75,8 @@ class CausalMultiHeadAttention(nn.Module):
     ) -> Tensor:
         """x (b s d_model) -> (b s d_model).
 
-        token_positions (s,) or (b, s) feed RoPE alone, and default to 0 .. s-1 (after what the cache holds). `mask`
-        broadcasts to (b h q k), or is (b q k) for all heads alike, and must itself be causal; None is the causal mask.
+        token_positions (s,) or (b, s) are used by RoPE only; the default is 0 .. s-1, plus the length of the cache.
+        `mask` broadcasts to (b h q k), or is (b q k) for all heads, and must itself be causal; None is the causal mask.
         `bias` broadcasts to (b h q k) and is added to the scores.
         """
         q = rearrange(self.wq(x), "b s (h d) -> b h s d", h=self.n_heads)
@@ -98,7 +98,7 @@ class CausalMultiHeadAttention(nn.Module):
 
 
 def check_heads(d_model: int, n_heads: int, n_kv_heads: int, use_rope: bool):
-    """ValueError unless the heads share the width evenly, query heads the key/value heads, and RoPE finds pairs."""
+    """ValueError unless n_heads divides d_model, n_kv_heads divides n_heads and, for RoPE, the head width is even."""
     if n_heads < 1 or n_kv_heads < 1:
         raise ValueError(f"n_heads and n_kv_heads must be at least 1, got {n_heads} and {n_kv_heads}")
     if d_model % n_heads:
@@ -107,18 +107,18 @@ def check_heads(d_model: int, n_heads: int, n_kv_heads: int, use_rope: bool):
         raise ValueError(f"n_heads must be a multiple of n_kv_heads, got {n_heads} and {n_kv_heads}")
     if use_rope and (d_head := d_model // n_heads) % 2:
         raise ValueError(
-            f"RoPE turns pairs of dimensions: d_model / n_heads must be even, got {d_model} / {n_heads} = {d_head}"
+            f"RoPE rotates pairs of dimensions: d_model / n_heads must be even, got {d_model} / {n_heads} = {d_head}"
         )
 
 
 def _fit_mask(mask: Tensor, shape: tuple[int, int, int, int]) -> Tensor:
     """The mask with a head axis; ValueError unless it is boolean and broadcasts to `shape` (b h q k).
 
-    A mask of numbers would be added to the scores by the fused kernel, and hide nothing.
+    A mask of numbers would be added to the scores by the fused kernel, and mask nothing.
     """
     if mask.dtype != torch.bool:
-        raise ValueError(f"the mask must be boolean, True = may look, got {mask.dtype}")
-    whole = rearrange(mask, "b q k -> b 1 q k") if mask.ndim == 3 else mask
-    if whole.ndim > 4 or any(n not in (1, m) for n, m in zip(reversed(whole.shape), reversed(shape), strict=False)):
+        raise ValueError(f"the mask must be boolean, True = may attend, got {mask.dtype}")
+    full = rearrange(mask, "b q k -> b 1 q k") if mask.ndim == 3 else mask
+    if full.ndim > 4 or any(n not in (1, m) for n, m in zip(reversed(full.shape), reversed(shape), strict=False)):
         raise ValueError(f"the mask must broadcast to (b, h, q, k), got {tuple(mask.shape)} and {tuple(shape)}")
-    return whole
+    return full

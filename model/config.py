@@ -1,4 +1,4 @@
-"""What a model is built from."""
+"""The settings of a model."""
 
 from dataclasses import dataclass
 from typing import Annotated, Literal, get_args, get_origin, get_type_hints
@@ -12,22 +12,22 @@ Count = Annotated[int, Ge(1), Le(2**24)]
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The settings of a GPT, all but the size of its vocabulary, which is its tokenizer's.
+    """The settings of a GPT, except vocab_size, which is the tokenizer's.
 
     d_model, n_layers, n_heads, n_kv_heads, d_ff: the shape; n_kv_heads None means n_heads.
-    max_seq_len: how far positions reach.
-    positions: see model/positions.py. theta, pairing, rope_scaling, rope_factor: RoPE's, see RotaryPositionalEmbedding.
+    max_seq_len: the longest sequence, in tokens.
+    positions: see model/positions.py. theta, pairing, rope_scaling, rope_factor: see RotaryPositionalEmbedding.
     norm, norm_eps: see model/norm.py. feed_forward: see model/feed_forward.py.
     qk_norm, soft_cap: RMSNorm on queries and keys, a bound on the scores; see CausalMultiHeadAttention.
-    window: a token sees itself and the window - 1 before it only; None: all before it.
+    window: a token attends to itself and the window - 1 tokens before it; None: to all before it.
     dropout: on embeddings and both residual branches.
-    attention_dropout: on the attention weights; None: as much as `dropout`.
-    tied: the head shares the embedding's matrix.
-    embedding_norm: a norm after the embedding, whose rows then begin as long as it makes them, unless tied.
-    zero_init: what writes into the residual stream begins at zero, and the head unless it is tied: a new model finds
-        every token equally likely.
-    vocab_multiple: rows of embedding and head, filled up to a multiple of it for speed. No logit comes out of the rows
-        too many, and no token of a tokenizer looks them up.
+    attention_dropout: on the attention weights; None: the same as `dropout`.
+    tied: embedding and head share one matrix.
+    embedding_norm: a norm after the embedding, whose rows are then initialised to unit RMS, unless tied.
+    zero_init: initialise the matrices that write into the residual stream to zero, and the head unless it is tied: a
+        new model then predicts the uniform distribution.
+    vocab_multiple: pad the rows of embedding and head to a multiple of this, for speed. Padding rows produce no logit
+        and are never looked up.
     """
 
     d_model: Count
@@ -55,7 +55,7 @@ class ModelConfig:
     vocab_multiple: Count = 1
 
     def __post_init__(self):
-        """ValueError for what cannot be built."""
+        """ValueError if no model can be built from these settings."""
         for name, kind in get_type_hints(type(self)).items():
             value, parts = getattr(self, name), [kind, *get_args(kind)]
             choices = [word for part in parts if get_origin(part) is Literal for word in get_args(part)]
@@ -69,8 +69,8 @@ class ModelConfig:
             raise ValueError(f"positions=sinusoidal needs an even d_model, got {self.d_model}")
         scaling, factor = self.rope_scaling, self.rope_factor
         if (scaling is None) != (factor == 1):
-            what = "a word and a number above 1 (or null and 1)"
-            raise ValueError(f"rope_scaling and rope_factor go together, {what}, got {scaling} and {factor}")
+            what = "a method and a factor above 1, or null and 1"
+            raise ValueError(f"rope_scaling and rope_factor go together ({what}), got {scaling} and {factor}")
         if scaling is not None and self.positions != "rope":
             raise ValueError(f"rope_scaling needs positions=rope, got {scaling}, {factor} and {self.positions}")
         if scaling == "ntk" and self.d_head < 4:
@@ -79,5 +79,5 @@ class ModelConfig:
 
     @property
     def d_head(self) -> int:
-        """Width of a head."""
+        """The width of a head."""
         return self.d_model // self.n_heads

@@ -1,4 +1,4 @@
-"""What a block does to each position on its own. x (... d_model) -> (... d_model); `down` writes into the stream."""
+"""Feed-forward layers: x (... d_model) -> (... d_model), each position on its own. `down` writes into the stream."""
 
 from torch import Tensor, nn
 from torch.nn.functional import gelu, relu
@@ -7,7 +7,7 @@ from model.ops import TORCH
 
 
 class SwiGLU(nn.Module):
-    """down(silu(gate(x)) * up(x)) of "GLU Variants Improve Transformer" (2020): three matrices, the others have two."""
+    """down(silu(gate(x)) * up(x)), "GLU Variants Improve Transformer" (2020). Three matrices; the others have two."""
 
     def __init__(self, d_model: int, d_ff: int):
         super().__init__()
@@ -21,7 +21,7 @@ class SwiGLU(nn.Module):
 
 
 class GELU(nn.Module):
-    """down(gelu(up(x))): GPT-2's feed-forward, with the exact function of "Gaussian Error Linear Units" (2016)."""
+    """down(gelu(up(x))), as in GPT-2, with the exact function of "Gaussian Error Linear Units" (2016)."""
 
     def __init__(self, d_model: int, d_ff: int):
         super().__init__()
@@ -33,7 +33,7 @@ class GELU(nn.Module):
 
 
 class ReLU2(nn.Module):
-    """down(relu(up(x))^2) of "Primer: Searching for Efficient Transformers for Language Modeling" (2021)."""
+    """down(relu(up(x))^2), "Primer: Searching for Efficient Transformers for Language Modeling" (2021)."""
 
     def __init__(self, d_model: int, d_ff: int):
         super().__init__()

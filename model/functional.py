@@ -1,8 +1,8 @@
-"""The mathematics, written out as the papers have it.
+"""The mathematics, written as in the papers.
 
-Every faster path in this package is tested against these functions. Axes are named by the einops patterns and einsum
+Every faster implementation is tested against these functions. Axes are named by the einops patterns and einsum
 strings: `b` batch, `s` sequence, `q` and `k` query and key slots, `h` heads, `d` head width, `v` value width.
-Boolean masks say who may look: True at (q, k) lets query q see key k.
+Masks are boolean: True at (q, k) lets query q attend to key k.
 """
 
 import math
@@ -11,20 +11,20 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-IGNORE = -100  # a target with this id is not predicted and not counted
+IGNORE = -100  # targets with this id do not count
 
 
 def _wide(x: Tensor) -> Tensor:
-    """x in float32, where sums of many and exponentials keep their digits; float64 stays."""
+    """x in float32, in which long sums and exponentials are accurate enough; float64 stays float64."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def softmax(x: Tensor, dim: int = -1) -> Tensor:
     """exp(x) / sum(exp(x)) along `dim`, with the maximum subtracted first so that no exponent is above 0.
 
-    The shift changes nothing (numerator and denominator share the factor exp(-max)) but keeps exp from overflowing,
-    which it would from 89 in float32. A row of -inf only (a query that may look nowhere) gives zeros, not NaN, and no
-    gradient. Computed in float32, returned in the dtype of x.
+    The shift does not change the result (numerator and denominator share the factor exp(-max)), but keeps exp from
+    overflowing, which in float32 it does from 89 on. A row of -inf only (a query that may attend to nothing) gives
+    zeros, not NaN, and no gradient. Computed in float32, returned in the dtype of x.
     """
     wide = _wide(x)
     top = wide.detach().amax(dim, keepdim=True)
@@ -46,11 +46,11 @@ def scaled_dot_product_attention(
 ) -> tuple[Tensor, Tensor]:
     """softmax(q k^T / sqrt(d)) v of "Attention Is All You Need" (2017), equation 1.
 
-    q (... q d), k (... k d), v (... k v); any leading axes, and as many queries and value dimensions as wanted. The
-    boolean mask broadcasts to (... q k), True = may look; with a head axis in q it needs one too. Dropout falls on the
-    weights, after the softmax and only in training. `bias` (... q k) is added to the scores, as ALiBi does; `soft_cap`
-    c bends them to c tanh(scores / c) before ("Gemma 2", 2024). Returns the output (... q v) and the weights (... q k)
-    before dropout, in the dtype of q.
+    q (... q d), k (... k d), v (... k v), with any leading axes. The boolean mask broadcasts to (... q k), True = may
+    attend; if q has a head axis, so must the mask. Dropout applies to the weights, after the softmax and in training
+    only. `bias` (... q k) is added to the scores, as in ALiBi; before that, `soft_cap` c maps them to
+    c tanh(scores / c) ("Gemma 2", 2024). Returns the output (... q v) and the weights (... q k) before dropout, in the
+    dtype of q.
     """
     if q.shape[-1] != k.shape[-1]:
         raise ValueError(f"queries and keys must have the same width, got {q.shape[-1]} and {k.shape[-1]}")
@@ -63,19 +63,19 @@ def scaled_dot_product_attention(
         scores = scores + _expand("bias", bias, "scores", scores)
     if mask is not None:
         if mask.dtype != torch.bool:
-            raise ValueError(f"the mask must be boolean, True = may look, got {mask.dtype}")
+            raise ValueError(f"the mask must be boolean, True = may attend, got {mask.dtype}")
         scores = scores.masked_fill(~_expand("mask", mask, "scores", scores), -math.inf)
     weights = softmax(scores).to(q.dtype)
     dropped = torch.nn.functional.dropout(weights, dropout_p, training)
     return torch.einsum("... q k, ... k v -> ... q v", dropped, v), weights
 
 
-def _expand(name: str, x: Tensor, of: str, whole: Tensor) -> Tensor:
+def _expand(name: str, x: Tensor, of: str, target: Tensor) -> Tensor:
     try:
-        return x.expand_as(whole)
+        return x.expand_as(target)
     except RuntimeError as error:
         raise ValueError(
-            f"the {name} must broadcast to the {of}, got {tuple(x.shape)} and {tuple(whole.shape)}"
+            f"the {name} must broadcast to the {of}, got {tuple(x.shape)} and {tuple(target.shape)}"
         ) from error
 
 
@@ -91,11 +91,11 @@ def attention_mask(
     documents: Tensor | None = None,
     device: torch.device | None = None,
 ) -> Tensor:
-    """Who may look where, broadcasting to (b h q k): the one builder, for training, prompts, chunks and single tokens.
+    """The mask, broadcasting to (b h q k): one function for training, prompts, chunks and single tokens.
 
-    `queries` is the slots (b q) or (1 q) in which they stand, among the T_k slots of the keys; or only their number, if
-    they are the newest: all T_k of them without a cache. Causality goes by the order of slots; `window`, `padding`
-    (b k) and `documents` (b k) take away more.
+    `queries` holds the slots (b q) or (1 q) of the queries among the T_k slots of the keys; or just their number, if
+    they are the newest (without a cache: all T_k). Causality follows the order of slots; `window`, `padding` (b k) and
+    `documents` (b k) mask more.
     """
     mask = causal_mask(queries, T_k, device)
     if window is not None:
@@ -108,7 +108,7 @@ def attention_mask(
 
 
 def _distance(queries: int | Tensor, T_k: int, device: torch.device | None) -> Tensor:
-    """How many slots further back than the query each key stands: (q k), or (b 1 q k) where rows differ."""
+    """The distance in slots from each query back to each key: (q k), or (b 1 q k) if rows differ."""
     if isinstance(queries, Tensor):
         slots, device = rearrange(queries, "b q -> b 1 q 1"), queries.device
     else:
@@ -117,22 +117,22 @@ def _distance(queries: int | Tensor, T_k: int, device: torch.device | None) -> T
 
 
 def causal_mask(queries: int | Tensor, T_k: int, device: torch.device | None = None) -> Tensor:
-    """A query sees itself and what stands before it; of the newest, the last sees every key (bottom right aligned)."""
+    """A query attends to itself and to what is before it; the last query to every key (bottom-right aligned)."""
     return _distance(queries, T_k, device) >= 0
 
 
 def window_mask(queries: int | Tensor, T_k: int, window: int, device: torch.device | None = None) -> Tensor:
-    """A query sees nothing further back than itself and the window - 1 slots before ("Longformer", 2020)."""
+    """A query attends to itself and to at most window - 1 slots before it ("Longformer", 2020)."""
     return _distance(queries, T_k, device) < window
 
 
 def padding_mask(padding: Tensor) -> Tensor:
-    """(b k), True at real tokens -> (b 1 1 k): nobody looks at padding."""
+    """(b k), True at real tokens -> (b 1 1 k): no query attends to padding."""
     return rearrange(padding, "b k -> b 1 1 k")
 
 
 def document_mask(documents: Tensor, queries: int | Tensor) -> Tensor:
-    """(b k) document numbers -> (b 1 q k): a token sees its own document only."""
+    """(b k) document numbers -> (b 1 q k): a token attends to its own document only."""
     if isinstance(queries, Tensor):
         own = documents.gather(1, queries.expand(len(documents), -1))
     else:
@@ -164,7 +164,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> Te
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, pairing: str = "half") -> Tensor:
-    """Turns each pair of dimensions of x (... d) by the angle whose cos and sin (... d/2) are given ("RoFormer", 2021).
+    """Rotates each pair of dimensions of x (... d) by the angles with these cos and sin (... d/2) ("RoFormer", 2021).
 
     `pairing` says which dimensions form a pair: "half" takes i with i + d/2, "interleaved" 2i with 2i + 1.
     Computed in the table's precision and cast back to that of x.
@@ -179,10 +179,10 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, pairing: str = "half") -> Tensor
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """The summed negative log-likelihood in nats of targets (...) under logits (... vocab), and how many were counted.
+    """The summed negative log-likelihood, in nats, of targets (...) under logits (... vocab), and their number.
 
-    Targets equal to IGNORE are left out of both. Computed in float32. A sum rather than a mean, so that pieces of a
-    batch add up to the whole, however it was cut.
+    Targets equal to IGNORE do not count. Computed in float32. A sum, not a mean, so that the parts of a batch add up
+    to the batch, however it is split.
     """
     loss = torch.nn.functional.cross_entropy(
         _wide(logits).flatten(0, -2), targets.flatten(), ignore_index=IGNORE, reduction="sum"

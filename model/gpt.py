@@ -25,7 +25,7 @@ from model.positions import (
 
 
 class Dropout(nn.Dropout):
-    """In training, each number zero with probability p, and else 1 / (1 - p) times itself ("Dropout", 2014)."""
+    """In training, zeroes each element with probability p and scales the others by 1 / (1 - p) ("Dropout", 2014)."""
 
     def __init__(self, p: float):
         super().__init__(p)
@@ -69,9 +69,9 @@ class Block(nn.Module):
 
 
 def checkpoint_activations(model: "GPT"):
-    """Makes blocks keep only their input for the backward pass, which computes the rest again: less memory, more time.
+    """Makes blocks keep only their input for the backward pass, which recomputes the rest: less memory, more time.
 
-    "Training Deep Nets with Sublinear Memory Cost" (2016). Nothing else changes, dropout included.
+    "Training Deep Nets with Sublinear Memory Cost" (2016). The results are the same, also with dropout.
     """
     for block in model.blocks:
         forward = block.forward
@@ -117,10 +117,10 @@ class GPT(nn.Module):
         self.initialise()
 
     def initialise(self):
-        """Normal weights; smaller in the 2 n_layers matrices that write into the residual stream, since they add up.
+        """Normal weights, scaled down in the 2 n_layers matrices that write into the residual stream: they add up.
 
-        The latter is GPT-2's; the width of the rest makes 0.018 at its size, near its 0.02, and grows as models shrink.
-        With zero_init they are zero ("Fixup Initialization", 2019), and a head of its own is, too.
+        The scaling is GPT-2's. The standard deviation 0.5 / sqrt(d_model) is 0.018 at GPT-2's width, close to its 0.02.
+        With zero_init these matrices are zero ("Fixup Initialization", 2019), and so is an untied head.
         """
         zero, std = self.config.zero_init, 0.5 / math.sqrt(self.config.d_model)
         for module in self.modules():
@@ -130,7 +130,7 @@ class GPT(nn.Module):
             for matrix in (block.attention.wo, block.feed_forward.down):
                 nn.init.normal_(matrix.weight, std=0.0 if zero else std / math.sqrt(2 * len(self.blocks)))
         if self.config.tied:
-            return  # one matrix cannot begin both ways
+            return  # one matrix cannot be initialised in two ways
         if self.embedding_norm is not None:
             nn.init.normal_(self.embedding.weight)
         if zero:
@@ -149,12 +149,12 @@ class GPT(nn.Module):
     ) -> Tensor | tuple[Tensor, Tensor]:
         """tokens (b, s) -> logits (b, s, vocab); with targets (b, s) -> the summed loss in nats and its count.
 
-        token_positions (s,) or (b, s): where each token stands, for the position scheme; by default after what the
-        cache holds. They never enter the mask: causality goes by order.
-        padding (b, cache.length + s): True at real tokens; the others are not looked at.
-        documents (b, cache.length + s): numbers; tokens see their own document only.
-        cache: what was read before; this forward appends to it.
-        at (b,): gives logits (b, vocab) of one token a row only, by its place in `tokens`; the others are not computed.
+        token_positions (s,) or (b, s): for the position scheme; by default they continue after the cache. They never
+            enter the mask: causality follows the order of the tokens.
+        padding (b, cache.length + s): True at real tokens; the others are masked.
+        documents (b, cache.length + s): document numbers; tokens attend to their own document only.
+        cache: of the tokens before; this forward appends to it.
+        at (b,): compute the logits (b, vocab) of one token per row only, given by its index in `tokens`.
         """
         self._check(tokens, token_positions, padding, documents, cache)
         if cache is not None:
@@ -165,17 +165,17 @@ class GPT(nn.Module):
         return self.logits(x) if targets is None else self.loss(x, targets)
 
     def logits(self, x: Tensor) -> Tensor:
-        """x (... d_model), the last hidden states -> (... vocab)."""
+        """The last hidden states x (... d_model) -> logits (... vocab)."""
         return self.head(x)[..., : self.vocab_size]
 
     def loss(self, x: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """x (... d_model), the last hidden states, and targets (...) -> the summed loss in nats and its count."""
+        """The last hidden states x (... d_model) and targets (...) -> the summed loss in nats and its count."""
         return self.ops.head_loss(self.logits, x, targets, self.parameters())
 
     def read(self, tokens: Tensor, cache: KVCache | None = None) -> Tensor:
-        """The logits of `forward`, without its checks: from tensors alone, hence to be compiled once for all steps.
+        """`forward` without its checks, so that it compiles once for all steps of generation.
 
-        The cache must have room for the tokens and is not advanced.
+        The cache must have room for the tokens, and is not advanced.
         """
         return self.logits(self.hidden(tokens, cache=cache))
 
@@ -188,12 +188,12 @@ class GPT(nn.Module):
         cache: KVCache | None = None,
         at: Tensor | None = None,
     ) -> Tensor:
-        """What the head reads (b s d_model), of what `forward` is told; see `read`."""
+        """The last hidden states (b s d_model), the head's input; arguments as in `forward`, without its checks."""
         s = tokens.shape[1]
         slots = None if cache is None else cache.next_slots(s)
         if token_positions is None:
             token_positions = torch.arange(s, device=tokens.device) if slots is None else slots
-        mask = None  # plain causal. Decided by arguments, never by values
+        mask = None  # plain causal; this depends on which arguments are given, never on their values
         if padding is not None or documents is not None or cache is not None or self.window is not None:
             queries, T_k = (s, s) if slots is None else (slots, cache.seen(s))
             mask = attention_mask(
@@ -219,30 +219,32 @@ class GPT(nn.Module):
     def _check(self, tokens: Tensor, token_positions, padding, documents, cache: KVCache | None):
         (b, s), start = tokens.shape, cache.length if cache is not None else 0
         if token_positions is None and start + s > self.max_seq_len:
-            raise ValueError(f"{start + s} tokens are more than max_seq_len {self.max_seq_len}: give fewer, or slide")
+            raise ValueError(f"{start + s} tokens exceed max_seq_len {self.max_seq_len}: give fewer, or overflow=slide")
         if token_positions is not None:
             if token_positions.shape not in ((s,), (b, s)):
                 raise ValueError(
-                    f"token_positions must be {(s,)} or {(b, s)}, one a token, got {tuple(token_positions.shape)}"
+                    f"token_positions must be {(s,)} or {(b, s)}, one per token, got {tuple(token_positions.shape)}"
                 )
-            on_cpu = token_positions.device.type == "cpu"  # a GPU would be waited for; there the look-up refuses them
+            on_cpu = (
+                token_positions.device.type == "cpu"
+            )  # not on a GPU: it would wait; there the look-up fails instead
             if on_cpu and not torch.compiler.is_compiling():
                 check_positions(token_positions, self.max_seq_len)
         for name, given in (("padding", padding), ("documents", documents)):
             if given is not None and given.shape != (b, start + s):
-                raise ValueError(f"{name} must be {(b, start + s)}, one a slot, got {tuple(given.shape)}")
+                raise ValueError(f"{name} must be {(b, start + s)}, one per slot, got {tuple(given.shape)}")
         if padding is not None and padding.dtype != torch.bool:
             raise ValueError(f"padding must be boolean, True = a token, got {padding.dtype}")
 
     def new_cache(self, capacity: int | None = None) -> KVCache:
-        """An empty cache for `capacity` tokens a row; None: max_seq_len."""
+        """An empty cache for `capacity` tokens per row; None: max_seq_len."""
         return KVCache(len(self.blocks), self.max_seq_len if capacity is None else capacity)
 
     def extended(self, n: int) -> "GPT":
-        """The same weights behind a RoPE that reaches n tokens or more; this model itself, if it does so already.
+        """A model with the same weights whose context is at least n tokens; this model itself if that suffices.
 
-        max_seq_len is doubled as often as needed, and RoPE scaled by YaRN (or as this model has it already) by the same
-        factor. The weights are shared. ValueError for other position schemes.
+        max_seq_len is doubled as often as needed, and RoPE is scaled by the same factor with YaRN (or with the method
+        that this model uses already). The weights are shared. ValueError for other position schemes.
         """
         if n <= self.max_seq_len:
             return self
@@ -258,15 +260,15 @@ class GPT(nn.Module):
         scaling, factor = self.config.rope_scaling or "yarn", self.config.rope_factor * times
         longer.config = replace(self.config, max_seq_len=longer.max_seq_len, rope_scaling=scaling, rope_factor=factor)
         for block in longer.blocks:
-            block.attention.rope = block.attention.rope.stretched(times)
+            block.attention.rope = block.attention.rope.extended(times)
         return longer
 
     def use(self, ops: Ops):
-        """Computes with the functions of this table from now on, wherever a module looks them up; same result."""
+        """Makes all modules compute with the functions of this table; the results are the same."""
         for module in self.modules():
             if hasattr(module, "ops"):
                 module.ops = ops
 
     def n_parameters(self) -> int:
-        """Trainable numbers; a tied matrix counts once."""
+        """The number of parameters; a tied matrix counts once."""
         return sum(p.numel() for p in self.parameters())

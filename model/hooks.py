@@ -1,10 +1,10 @@
-"""One way to look into a model: record what its parts hand on, or put something else in its place.
+"""Hooks: record a model's activations, or edit them.
 
     with recording(model, [Site("stream", 1)]) as found:
         model(tokens)
     found[Site("stream", 1)]  # (b s d_model)
 
-Outside the `with` nothing changes and nothing is paid.
+Outside the `with` block the model is unchanged and as fast as before.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -26,15 +26,15 @@ Edit = Callable[[Tensor], Tensor | None]
 
 
 class Site(NamedTuple):
-    """Where a part of a GPT hands something (b s d) to the next.
+    """An activation (b s d) of a GPT.
 
-    | kind | what |
+    | kind | activation |
     | --- | --- |
-    | embedding | what the tokens are looked up as, after the embedding's norm, before positions are added |
-    | stream | what enters block `layer`; with layer = n_layers, what leaves the last |
-    | attention, feed_forward | what a branch of block `layer` adds to the stream |
-    | head | what head `head` of block `layer` hands to wo |
-    | hidden | what the feed-forward of block `layer` hands to `down` |
+    | embedding | the tokens' embeddings, after the embedding's norm, before positions are added |
+    | stream | the residual stream before block `layer`; with layer = n_layers, after the last block |
+    | attention, feed_forward | the output of a branch of block `layer`, which is added to the stream |
+    | head | the output of head `head` of block `layer`, before wo |
+    | hidden | the hidden layer of the feed-forward of block `layer`, before `down` |
     """
 
     kind: str
@@ -47,9 +47,9 @@ class Site(NamedTuple):
 
 
 class Place(NamedTuple):
-    """One end of any module: its argument of this number, counted as a call gives them; None: what it returns.
+    """An input or the output of any module: the argument with this index in the call, or None for the output.
 
-    `module` is its name among the model's named_modules().
+    `module` is its name in the model's named_modules().
     """
 
     module: str
@@ -57,7 +57,7 @@ class Place(NamedTuple):
 
 
 def place(model: GPT, site: Site) -> Place:
-    """Where in the model's code a site is. A head is a part of what is found there."""
+    """The module and argument of a site. A head is a slice of the tensor there."""
     kind, block = site.kind, f"blocks.{site.layer}"
     if kind == "embedding":
         return Place("embedding" if model.embedding_norm is None else "embedding_norm")
@@ -69,9 +69,9 @@ def place(model: GPT, site: Site) -> Place:
 
 @contextmanager
 def editing(model: nn.Module, edits: Mapping[Site | Place, Edit]) -> Iterator[None]:
-    """Inside, each site hands on what its function makes of what was there; where that is None, it stays as it is.
+    """Inside, the activation x at each site is replaced by edit(x); if that is None, it stays.
 
-    Sites need a GPT, places any module.
+    A Site needs a GPT, a Place any module.
     """
     with ExitStack() as hooks:
         for site, edit in edits.items():
@@ -81,9 +81,9 @@ def editing(model: nn.Module, edits: Mapping[Site | Place, Edit]) -> Iterator[No
 
 @contextmanager
 def recording(model: nn.Module, sites: Iterable[Site | Place]) -> Iterator[dict[Site | Place, Tensor]]:
-    """`with recording(model, sites) as found: model(tokens)` fills found with what each site handed on last.
+    """`with recording(model, sites) as found: model(tokens)` fills `found` with the last activation at each site.
 
-    These are the model's own tensors, part of the autograd graph where there is one.
+    These are the model's own tensors, part of the autograd graph if there is one.
     """
     found: dict[Site | Place, Tensor] = {}
     with editing(model, {site: partial(found.__setitem__, site) for site in sites}):
@@ -123,9 +123,9 @@ def _edit_head(edit: Edit, head: int, n_heads: int, x: Tensor) -> Tensor | None:
 
 @contextmanager
 def attending(model: nn.Module, attend: Callable) -> Iterator[None]:
-    """Inside, attention layer i computes by attend(i, own, *arguments), where own(*arguments) is what it does outside.
+    """Inside, attention layer i calls attend(i, own, *arguments), where `own` is the function that it calls outside.
 
-    The arguments and what is returned are those of `math_attention`.
+    Arguments and result are those of `math_attention`.
     """
     layers = [module for module in model.modules() if isinstance(module, CausalMultiHeadAttention)]
     before = [layer.ops for layer in layers]
@@ -140,11 +140,10 @@ def attending(model: nn.Module, attend: Callable) -> Iterator[None]:
 
 @contextmanager
 def collect_attention(model: nn.Module) -> Iterator[list[Tensor]]:
-    """`with collect_attention(model) as maps: model(tokens)` fills maps with the weights (b h q k) of each layer.
+    """`with collect_attention(model) as maps: model(tokens)` fills `maps` with the weights (b h q k) of each layer.
 
-    Inside, attention is computed as written, which has the weights that the fused kernel never holds, and without
-    torch.compile; outside, nothing changes and nothing is paid. Each forward starts the list over. The weights are
-    those before dropout, and part of the autograd graph where there is one.
+    Inside, attention runs as math_attention, since the fused kernel never holds the weights, and without torch.compile.
+    Each forward starts a new list. The weights are those before dropout, part of the autograd graph if there is one.
     """
     maps: list[Tensor] = []
 

@@ -1,4 +1,4 @@
-"""What keeps the residual stream in range: one of these before every branch."""
+"""The norms before every residual branch, which keep activations in range."""
 
 from collections.abc import Callable
 

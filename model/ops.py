@@ -1,7 +1,7 @@
-"""The functions that a model computes with, in one table, and the tables there are; all give the same result.
+"""Tables of the functions that a model computes with; all tables give the same result.
 
-The modules hold weights and know the order of operations; what can be computed in more than one way they look up in
-`self.ops`. `GPT.use` gives a model another table. A third, in C++ for a CPU, is made by kernels/training.py.
+The modules hold the weights and know the order of operations. What can be computed in more than one way, they look up
+in `self.ops`; `GPT.use` gives a model another table. kernels/training.py makes a third table, in C++ for a CPU.
 """
 
 import math
@@ -18,9 +18,9 @@ from model import functional
 def fused_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None, soft_cap: float | None, dropout_p: float
 ) -> tuple[Tensor, Tensor | None]:
-    """By torch's kernel, which never holds the square of weights, and for plain causal skips its upper triangle.
+    """torch's fused kernel, which never holds the square of weights and, for the causal mask, skips its upper half.
 
-    It has no soft cap: with one, as written out.
+    It has no soft cap: with one, falls back to math_attention.
     """
     if soft_cap is not None:
         return math_attention(q, k, v, mask, bias, soft_cap, dropout_p)
@@ -35,7 +35,7 @@ def fused_attention(
 def math_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None, soft_cap: float | None, dropout_p: float
 ) -> tuple[Tensor, Tensor]:
-    """As the mathematics stands in functional.py, square of weights and all."""
+    """functional.scaled_dot_product_attention, which holds the full square of weights."""
     k, v = (repeat(x, "b g k d -> b (g r) k d", r=q.shape[1] // k.shape[1]) for x in (k, v))
     if mask is None:
         mask = functional.causal_mask(q.shape[2], k.shape[2], q.device)
@@ -56,16 +56,16 @@ def head_loss(logits: Callable, x: Tensor, targets: Tensor, parameters: Iterable
 
 @dataclass(frozen=True)
 class Ops:
-    """One way to compute each of these.
+    """An implementation of each of these functions.
 
     attention(q, k, v, mask, bias, soft_cap, dropout_p): q (b h q d), k and v (b g k d) with g key/value heads, each
-        shared by h / g query heads -> y (b h q d) and, where it has them, the weights (b h q k). `mask` (b h q k) is
-        what may be seen, None for plain causal; `bias` is added to the scores (b h q k).
+        shared by h / g query heads -> y (b h q d) and the weights (b h q k) or None. `mask` (b h q k) is True where a
+        query may attend, None for the causal mask; `bias` is added to the scores (b h q k).
     rms_norm(x, weight, eps), rotate(x, cos, sin, pairing): see functional.py.
     gated_linear(gate, up, down): down(silu(gate) * up), with a module `down`.
     dropout(x, p): in training.
     head_loss(logits, x, targets, parameters): functional.cross_entropy of logits(x), for a function `logits` of
-        (... d_model) that may use these parameters, and no others that learn: a kernel gives gradients to these.
+        (... d_model). Gradients reach x and these parameters only, so they must include all that `logits` uses.
     """
 
     attention: Callable
@@ -78,4 +78,4 @@ class Ops:
 
 MATH = Ops(math_attention)
 TORCH = replace(MATH, attention=fused_attention)
-BACKENDS = {"fused": TORCH, "math": MATH}  # by the names of the setting `attention`
+BACKENDS = {"fused": TORCH, "math": MATH}  # the choices of the setting `attention`

@@ -1,15 +1,15 @@
-"""How a token's place in the sequence enters the model.
+"""Position schemes: how the position of a token enters the model.
 
-| scheme | what it changes | class |
+| scheme | effect | class |
 | --- | --- | --- |
-| rope | turns queries and keys, in every layer | RotaryPositionalEmbedding |
+| rope | rotates queries and keys, in every layer | RotaryPositionalEmbedding |
 | learned | adds a learned vector to the token's embedding | LearnedPositionalEmbedding |
-| sinusoidal | adds a fixed one | SinusoidalPositionalEmbedding |
-| alibi | lowers the score of a key the further back it lies, in every layer | ALiBi |
-| none | nothing: order shows through the causal mask alone | |
+| sinusoidal | adds a fixed vector to the token's embedding | SinusoidalPositionalEmbedding |
+| alibi | lowers the score of a key in proportion to its distance, in every layer | ALiBi |
+| none | none: only the causal mask shows the order of tokens | |
 
-The first three are called alike, (x, token_positions) -> x; ALiBi compares two lists of positions. All take
-token_positions as (s,), or as (b, s) where each row has its own.
+The first three have the same signature, (x, token_positions) -> x; ALiBi compares two lists of positions. All take
+token_positions as (s,), or as (b, s) if each row has its own.
 """
 
 import math
@@ -25,14 +25,14 @@ SCALINGS = ("interpolation", "ntk", "yarn")
 
 
 def check_positions(token_positions: Tensor, max_seq_len: int):
-    """ValueError unless all lie in 0 .. max_seq_len - 1. Reads the values: on a GPU that waits for them."""
+    """ValueError unless all are in 0 .. max_seq_len - 1. Reads the values: on a GPU this waits for the device."""
     low, high = token_positions.min().item(), token_positions.max().item()
     if low < 0 or high >= max_seq_len:
         raise ValueError(f"token_positions must lie in 0 .. {max_seq_len - 1} (max_seq_len - 1), got {low} .. {high}")
 
 
 def _check_fit(x: Tensor, token_positions: Tensor):
-    """ValueError unless token_positions hold one for each s of x (... s d): for all alike, or by x's first axes."""
+    """ValueError unless token_positions match x (... s d): (s,) for all rows, or with the first axes of x."""
     *rows, s = token_positions.shape
     if s != x.shape[-2] or len(rows) > x.ndim - 2 or any(n not in (1, m) for n, m in zip(rows, x.shape, strict=False)):
         raise ValueError(
@@ -44,8 +44,8 @@ def _check_fit(x: Tensor, token_positions: Tensor):
 def _look_up(table: Tensor, token_positions: Tensor) -> Tensor:
     """The rows (s d) or (b s d) of a table (max_seq_len d).
 
-    A position that is not in it costs nothing to find on the CPU, which raises. A GPU would stop with an assertion of
-    its own, as compiled code does: there GPT.forward checks before.
+    On the CPU a position outside the table raises; on a GPU, and in compiled code, the look-up itself fails with an
+    assertion.
     """
     try:
         return embedding(token_positions, table)
@@ -55,7 +55,7 @@ def _look_up(table: Tensor, token_positions: Tensor) -> Tensor:
 
 
 class _Fixed(nn.Module):
-    """Buffers move with the module but stay float32: in bfloat16, neighbouring positions would become equal."""
+    """Its buffers move with the module but stay float32: in bfloat16, neighbouring positions would become equal."""
 
     def _apply(self, fn, recurse=True):
         tables = dict(self.named_buffers(recurse=False))
@@ -68,11 +68,11 @@ class _Fixed(nn.Module):
 class RotaryPositionalEmbedding(_Fixed):
     """RoPE ("RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021).
 
-    Pair i of a query or key at position p is turned by the angle p * theta^(-2i / d_k), so that the score of a query
-    and a key depends on the difference of their positions only.
+    Pair i of a query or key at position p is rotated by the angle p * theta^(-2i / d_k), so that the score of a query
+    and a key depends only on the difference of their positions.
 
     Args:
-        theta: base of the wavelengths; larger turns more slowly.
+        theta: base of the wavelengths; a larger theta rotates more slowly.
         d_k: width of a head; even.
         max_seq_len: positions 0 .. max_seq_len - 1 are tabulated, in float32.
         pairing: "half" (Hugging Face, vLLM) or "interleaved" (the paper, llama2.c).
@@ -90,13 +90,13 @@ class RotaryPositionalEmbedding(_Fixed):
     ):
         super().__init__()
         if d_k % 2:
-            raise ValueError(f"RoPE turns pairs of dimensions: the head width must be even, got {d_k}")
+            raise ValueError(f"RoPE rotates pairs of dimensions: the head width must be even, got {d_k}")
         if pairing not in ("half", "interleaved"):
             raise ValueError(f"pairing must be half or interleaved, got {pairing}")
         self.arguments = (theta, d_k, max_seq_len, pairing, scaling, factor)
         self.ops, self.pairing = TORCH, pairing
         inv_freq, attention_factor = rope_frequencies(theta, d_k, scaling, factor, max_seq_len)
-        # float64 first: in float32 the angles at position 100,000 are already off by 0.005
+        # in float64 first: in float32 the angles at position 100,000 are off by 0.005
         angles = torch.outer(torch.arange(max_seq_len).double(), inv_freq)
         self.register_buffer("cos", (attention_factor * angles.cos()).float(), persistent=False)
         self.register_buffer("sin", (attention_factor * angles.sin()).float(), persistent=False)
@@ -114,8 +114,8 @@ class RotaryPositionalEmbedding(_Fixed):
         """(s,) or (b, s) -> the cosine and sine of every pair there, (s i) or (b s i)."""
         return _look_up(self.cos, token_positions), _look_up(self.sin, token_positions)
 
-    def stretched(self, times: int) -> "RotaryPositionalEmbedding":
-        """One that reaches so many times as far, scaled by the same factor more; by YaRN where it was not scaled."""
+    def extended(self, times: int) -> "RotaryPositionalEmbedding":
+        """A RoPE for `times` as many positions, scaled by that factor; with YaRN if this one is not scaled."""
         theta, d_k, max_seq_len, pairing, scaling, factor = self.arguments
         longer = (theta, d_k, max_seq_len * times, pairing, scaling or "yarn", factor * times)
         rope = RotaryPositionalEmbedding(*longer).to(self.cos.device)
@@ -126,16 +126,17 @@ class RotaryPositionalEmbedding(_Fixed):
 def rope_frequencies(
     theta: float, d_k: int, scaling: str | None = None, factor: float = 1.0, max_seq_len: int | None = None
 ) -> tuple[Tensor, float]:
-    """How far each pair turns per position, in radians (d_k / 2,) float64, and what cos and sin are multiplied by.
+    """The inverse frequencies, radians per position of each pair (d_k / 2,) float64, and the factor of cos and sin.
 
-    To reach max_seq_len, `factor` times the trained length, `scaling` slows down the pairs:
+    To reach max_seq_len, `factor` times the trained length, `scaling` lowers the frequencies:
     interpolation: all by the factor ("Extending Context Window of Large Language Models via Position Interpolation",
         2023); neighbours become hard to tell apart.
-    ntk: by a larger base, so that the slowest pair slows down by the factor and the fastest not at all ("NTK-aware
-        scaled RoPE", bloc97, 2023).
-    yarn: not those that turn 32 times or more within the trained length, by the factor those that turn once or less,
-        between them a ramp; and the scores grow by (1 + 0.1 ln factor)^2 ("YaRN: Efficient Context Window Extension of
-        Large Language Models", 2023; the ramp is over pairs, as in its authors' code and in Hugging Face's).
+    ntk: with a larger theta, so that the lowest frequency falls by the factor and the highest stays ("NTK-aware scaled
+        RoPE", bloc97, 2023).
+    yarn: pairs that make 32 or more rotations within the trained length stay, those that make one or less fall by the
+        factor, with a linear ramp between; scores grow by (1 + 0.1 ln factor)^2 ("YaRN: Efficient Context Window
+        Extension of Large Language Models", 2023; the ramp is over pairs, as in its authors' code and in Hugging
+        Face's).
     """
     if not 1 < theta < math.inf:
         raise ValueError(f"theta must be above 1 and finite, got {theta}")
@@ -167,7 +168,7 @@ def rope_frequencies(
 
 
 class LearnedPositionalEmbedding(nn.Module):
-    """One learned vector a position, as in GPT-2. (x (b s d_model), token_positions) -> x + vector."""
+    """A learned vector per position, as in GPT-2. (x (b s d_model), token_positions) -> x + vector."""
 
     def __init__(self, d_model: int, max_seq_len: int):
         super().__init__()
@@ -201,8 +202,8 @@ class SinusoidalPositionalEmbedding(_Fixed):
 class ALiBi(_Fixed):
     """A penalty on the scores, linear in the distance ("Train Short, Test Long", 2021).
 
-    Head i of h lowers a score by 2^(-8 i / h), i = 1 .. h, for each position between query and key. A number of heads
-    that is no power of two takes the slopes of the next smaller one and fills up from those of the next larger.
+    Head i of h lowers a score by 2^(-8 i / h), i = 1 .. h, per position between query and key. If h is not a power of
+    two, the slopes are those of the next smaller power, followed by every other slope of the next larger one.
     """
 
     def __init__(self, n_heads: int):
@@ -215,6 +216,6 @@ class ALiBi(_Fixed):
         self.register_buffer("slopes", torch.tensor(slopes).view(-1, 1, 1), persistent=False)
 
     def forward(self, q_positions: Tensor, k_positions: Tensor) -> Tensor:
-        """(q,) and (k,), or (b, q) and (b, k) -> what is added to the scores, (h q k) or (b h q k), float32."""
+        """(q,) and (k,), or (b, q) and (b, k) -> the bias of the scores, (h q k) or (b h q k), float32."""
         distance = q_positions.unsqueeze(-1) - k_positions.unsqueeze(-2)  # (q k) or (b q k)
         return -self.slopes * distance.unsqueeze(-3)

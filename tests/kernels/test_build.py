@@ -83,7 +83,7 @@ def test_where_nothing_can_be_written_it_goes_on_and_says_so_in_a_line(small, tm
     before = model(tokens)
     pack_for_decoding(model, quantize, said.append)
     (line,) = said
-    assert line.startswith("the kernels of generation cannot be built, going on without, slower: ")
+    assert line.startswith("the kernels for generation cannot be built, continuing without them, more slowly: ")
     assert f"Not a directory: '{tmp_path}/file" in line and line.endswith(
         "TORCH_EXTENSIONS_DIR may name another folder"
     )

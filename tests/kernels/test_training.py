@@ -382,4 +382,4 @@ def test_without_a_compiler_there_are_none_and_a_line_says_so(tmp_path, monkeypa
     monkeypatch.setattr(build, "loaded", lambda: False)
     said = []
     assert not build.load("training", said.append)
-    assert said[1].startswith("the kernels of training cannot be built, going on without, slower: ")
+    assert said[1].startswith("the kernels for training cannot be built, continuing without them, more slowly: ")
