@@ -1,4 +1,4 @@
-"""A small stand-in for the Hugging Face Hub: enough for load_dataset, streamed or not, from a folder of files."""
+"""A local stand-in for the Hugging Face Hub, sufficient for load_dataset, streamed or not, from a folder of files."""
 
 import hashlib
 import json
@@ -13,7 +13,7 @@ COMMIT = "a" * 40
 
 
 class Hub(BaseHTTPRequestHandler):
-    """GET and POST as huggingface_hub asks; `server.root` holds owner/name/files, `server.breaks` what shall fail."""
+    """Answers the GET and POST requests of huggingface_hub; `server.root` holds owner/name/files."""
 
     protocol_version = "HTTP/1.1"
 
@@ -32,7 +32,7 @@ class Hub(BaseHTTPRequestHandler):
     do_HEAD = do_GET  # noqa: N815
 
     def do_POST(self):
-        """paths-info: which of some paths are there."""
+        """Answers paths-info: which of the given paths exist."""
         path = unquote(urlparse(self.path).path).strip("/").split("/")
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0)).decode()
         wanted = json.loads(body)["paths"] if body.startswith("{") else parse_qs(body).get("paths", [])
@@ -117,7 +117,7 @@ class Hub(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def hub(tmp_path):
-    """The server; put files into hub.root / "owner" / "name". `hub.breaks[file] = n`: n times half of it is sent."""
+    """The server; put files into hub.root / "owner" / "name". `hub.breaks[file] = n`: only half is sent, n times."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
     server.daemon_threads = True
     server.root, server.breaks, server.asked = tmp_path / "hub", {}, 0

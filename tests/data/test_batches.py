@@ -11,7 +11,7 @@ from model import functional
 
 
 def row(n: int) -> Tokens:
-    """Tokens that name their own place, in three arrays."""
+    """Tokens equal to their own position, in three arrays."""
     return Tokens(np.array_split(np.arange(n), 3))
 
 
@@ -20,7 +20,7 @@ def test_the_permutation_is_a_bijection_for_every_size():
         assert sorted(permute(np.arange(n), n, seed=n, epoch=1).tolist()) == list(range(n))
 
 
-def test_the_permutation_depends_on_seed_and_epoch_and_leaves_no_neighbours():
+def test_the_permutation_depends_on_seed_and_epoch_and_parts_neighbours():
     n = 10_000
     one = permute(np.arange(n), n, 0, 0)
     for seed, epoch in ((0, 1), (1, 0)):
@@ -29,7 +29,7 @@ def test_the_permutation_depends_on_seed_and_epoch_and_leaves_no_neighbours():
     assert abs(np.corrcoef(one[:-1], one[1:])[0, 1]) < 0.05
 
 
-def test_a_billion_windows_cost_nothing():
+def test_a_billion_windows_are_permuted_without_being_stored():
     out = permute(np.arange(10**9 - 1000, 10**9), 10**9, 0, 0)
     assert len(set(out.tolist())) == 1000 and out.min() >= 0 and out.max() < 10**9
 
@@ -40,8 +40,8 @@ def test_an_epoch_visits_each_window_once(n, seq_len):
     starts = windows.starts(np.arange(3 * windows.count))
     for epoch in range(3):
         visited = np.sort(starts[epoch * windows.count : (epoch + 1) * windows.count])
-        assert (np.diff(visited) == seq_len).all()  # side by side: none twice, none left out
-    rows = windows.rows(np.arange(3 * windows.count))  # and all of them lie inside the text
+        assert (np.diff(visited) == seq_len).all()  # adjacent: none repeated, none left out
+    rows = windows.rows(np.arange(3 * windows.count))  # all of them inside the text
     assert (rows["tokens"] == starts[:, None] + np.arange(seq_len)).all()
     assert (rows["targets"] == rows["tokens"] + 1).all()
 
@@ -53,20 +53,20 @@ def test_a_batch_is_a_function_of_seed_and_step():
     batch = make().batch(7)
     assert (batch["tokens"] == make().batch(7)["tokens"]).all()
     assert (make(seed=1).batch(7)["tokens"] != batch["tokens"]).any()
-    halves = [make(rows=2).batch(step)["tokens"] for step in (14, 15)]  # the order does not depend on the batch's size
+    halves = [make(rows=2).batch(step)["tokens"] for step in (14, 15)]  # the order does not depend on the batch size
     assert (torch.cat(halves) == batch["tokens"]).all()
 
 
-def test_epochs_begin_at_different_offsets():
+def test_epochs_start_at_different_offsets():
     windows = Windows(row(1000), 10, seed=0)
     assert len({int(windows.starts(np.array([epoch * windows.count]))[0]) % 10 for epoch in range(20)}) > 3
 
 
 @given(st.integers(1, 200).flatmap(lambda s: st.tuples(st.just(s), st.integers(s + 1, 5 * s + 3))))
-def test_the_offsets_of_windows_reach_to_the_last_token_and_leave_no_gap(sizes):
+def test_window_offsets_reach_the_last_token_without_a_gap(sizes):
     seq_len, n = sizes
     windows = Windows(row(n), seq_len, seed=3)
-    width = windows.count * seq_len  # targets of an epoch, the first of them at offset + 1
+    width = windows.count * seq_len  # targets of an epoch, the first at offset + 1
     assert windows.offsets + width == n
     assert windows.offsets <= width + seq_len
 
@@ -78,7 +78,7 @@ def test_every_token_but_the_first_is_a_target_of_some_epoch(n, seq_len):
     assert {t for start in starts.tolist() for t in range(start + 1, start + seq_len + 1)} == set(range(1, n))
 
 
-def test_a_run_that_began_in_an_older_order_of_batches_goes_on_in_it():
+def test_a_run_keeps_the_batch_order_it_started_with():
     old = Windows(row(30), 13, seed=0, order=1)
     assert set(old.starts(np.arange(400)).tolist()) == set(range(13))
     assert set(Windows(row(30), 13, seed=0).starts(np.arange(400)).tolist()) == set(range(17))
@@ -101,7 +101,7 @@ LENGTHS = [3, 1, 8, 25, 2, 7, 12, 4, 9, 30, 5]
 
 
 def packed(seq_len=10):
-    """Documents whose tokens are 100 d + place, each ended by 9999."""
+    """Documents d with tokens 100 d + position, each ended by 9999."""
 
     class Ended:
         eos_id = 9999
@@ -111,7 +111,7 @@ def packed(seq_len=10):
     return Documents(Tokens(np.array_split(np.concatenate(text), 4)), seq_len, 0, Ended())
 
 
-def test_an_epoch_of_packed_rows_holds_every_pair_of_every_document_once():
+def test_a_packed_epoch_has_every_input_target_pair_once():
     documents = packed()
     expected = [
         (100 * d + i, 100 * d + i + 1 if i + 2 < n else 9999) for d, n in enumerate(LENGTHS) for i in range(n - 1)
@@ -124,7 +124,7 @@ def test_an_epoch_of_packed_rows_holds_every_pair_of_every_document_once():
     assert counted.mean() > 0.75  # well filled
 
 
-def test_positions_restart_with_each_document_and_padding_is_one_of_its_own():
+def test_positions_restart_with_each_document_and_with_padding():
     documents = packed()
     rows = documents.rows(np.arange(documents.count))
     for tokens, targets, positions, numbers in zip(*(rows[name] for name in rows), strict=True):
@@ -138,7 +138,7 @@ def test_positions_restart_with_each_document_and_padding_is_one_of_its_own():
             assert (np.diff(tokens[here]) == 1).all()
 
 
-def test_whole_documents_stay_whole_where_they_fit():
+def test_documents_that_fit_a_row_are_not_cut():
     documents = packed(seq_len=29)
     rows = documents.rows(np.arange(documents.count))
     found = [
@@ -150,7 +150,7 @@ def test_whole_documents_stay_whole_where_they_fit():
     assert set(found) == {1}
 
 
-def test_a_packed_row_gives_the_logits_and_the_loss_of_its_documents_alone(small):
+def test_a_packed_row_gives_the_logits_and_loss_of_its_documents(small):
     documents, model = packed(seq_len=16), small(vocab_size=10_000)
     rows = {name: torch.from_numpy(some) for name, some in documents.rows(np.arange(documents.count)).items()}
     targets = rows.pop("targets")
@@ -167,7 +167,7 @@ def test_a_packed_row_gives_the_logits_and_the_loss_of_its_documents_alone(small
     assert count == (targets != IGNORE).sum() == sum(n - 1 for n in LENGTHS)
 
 
-def test_what_is_not_counted_is_what_the_model_does_not_count():
+def test_batches_and_model_ignore_the_same_target():
     assert IGNORE == functional.IGNORE
 
 
@@ -175,7 +175,7 @@ def test_what_is_not_counted_is_what_the_model_does_not_count():
 
 
 @pytest.mark.parametrize("weights", [[1.0], [0.7, 0.3], [5, 3, 2], [0.01, 0.99], [1, 1, 1, 1]])
-def test_a_mixture_keeps_its_shares_over_any_stretch_and_skips_no_row(weights):
+def test_a_mixture_keeps_its_shares_everywhere_and_skips_no_row(weights):
     sources = [Windows(Tokens([np.arange(1000) + 10_000 * k]), 10, seed=0) for k in range(len(weights))]
     mixture = Mixture(sources, weights)
     which, index = mixture.assign(np.arange(5000))
@@ -184,13 +184,13 @@ def test_a_mixture_keeps_its_shares_over_any_stretch_and_skips_no_row(weights):
         assert index[which == k].tolist() == list(range((which == k).sum()))  # its own rows, each once, in order
         counts = np.cumsum(which == k)
         assert (np.abs(counts - share * np.arange(1, 5001)) < len(weights)).all()
-    far, _ = mixture.assign(np.arange(10**12, 10**12 + 1000))  # no row before it is looked at
+    far, _ = mixture.assign(np.arange(10**12, 10**12 + 1000))  # without computing the rows before
     assert abs((far == 0).mean() - weights[0] / sum(weights)) < 0.01
     rows = mixture.rows(np.arange(500))
     assert ((rows["tokens"] // 10_000)[:, 0] == which[:500]).all()
 
 
-def test_reading_windows_is_reading_one_by_one():
+def test_reading_windows_equals_reading_them_one_by_one():
     tokens = Tokens(np.array_split(np.arange(997) % 251, 7))
     starts = np.random.default_rng(0).integers(0, 997 - 40, 200)
     assert np.array_equal(tokens.windows(starts, 40), np.stack([tokens.read(s, 40) for s in starts.tolist()]))

@@ -1,4 +1,4 @@
-"""Conversations: what of them is learned, from rows in files to targets in batches."""
+"""Conversations: which tokens are trained on, from rows in files to targets in batches."""
 
 import json
 from dataclasses import replace
@@ -39,7 +39,7 @@ def write(rows: list, name: str = "chat.jsonl"):
 
 
 def reference(turns) -> tuple[list[int], list[bool]]:
-    """Bytes of a conversation, and which of them are learned, written out; nothing if none is."""
+    """Returns the bytes of a conversation, and whether each is trained on; empty if there is no answer."""
     ids, learned = [], []
 
     def put(text: str, flag: bool):
@@ -57,7 +57,7 @@ def reference(turns) -> tuple[list[int], list[bool]]:
 
 @settings(max_examples=200, deadline=None)
 @given(TURNS)
-def test_answers_and_what_ends_them_are_learned_and_nothing_else(turns):
+def test_only_answers_and_the_ends_of_their_turns_are_trained_on(turns):
     text, spans = chat.render(turns, TEMPLATE)
     expected, flags = reference(turns)
     assert bool(text) == bool(expected)
@@ -68,7 +68,7 @@ def test_answers_and_what_ends_them_are_learned_and_nothing_else(turns):
 
 @settings(max_examples=100, deadline=None)
 @given(TURNS)
-def test_a_template_may_hold_special_tokens(turns):
+def test_a_template_may_contain_special_tokens(turns):
     special = {"<|end|>": 256, "<|user|>": 257, "<|bot|>": 258}
     tokenizer = BPETokenizer([bytes([byte]) for byte in range(256)], "(?s:.)", special, parse_special=True)
     template = {"system": "{}", "user": "<|user|>{}", "assistant": "<|bot|>{}<|end|>"}
@@ -92,7 +92,7 @@ ROWS = [
 
 
 @pytest.mark.parametrize("shard", [2**26, 50])
-def test_a_corpus_of_conversations_holds_their_tokens_and_masks(monkeypatch, shard):
+def test_a_corpus_of_conversations_has_their_tokens_and_loss_masks(monkeypatch, shard):
     monkeypatch.setattr(prepare_module, "SHARD_TOKENS", shard)
     monkeypatch.setattr(prepare_module, "GROUP_CHARS", 100)
     write([{"messages": messages(turns)} for turns in ROWS])
@@ -109,7 +109,7 @@ def test_a_corpus_of_conversations_holds_their_tokens_and_masks(monkeypatch, sha
     assert len(corpus.train.arrays) == len(corpus.train.learned.arrays) == -(-len(corpus.train) // shard)
 
 
-def test_a_mask_that_is_damaged_or_missing_is_refused_and_masks_count_in_the_fingerprint():
+def test_loss_masks_are_verified_and_part_of_the_fingerprint():
     write([{"messages": messages(turns), "text": chat.render(turns, TEMPLATE)[0]} for turns in ROWS])
     corpus = prepare(settings_of(validation=["chat.jsonl:3"]), BYTES)
     plain = prepare(settings_of(validation=["chat.jsonl:3"], messages_column=None), BYTES)
@@ -130,7 +130,7 @@ def test_a_mask_that_is_damaged_or_missing_is_refused_and_masks_count_in_the_fin
         open_corpus(corpus.folder)
 
 
-def test_what_was_killed_goes_on_to_the_same_masks(monkeypatch):
+def test_an_interrupted_preparation_resumes_to_the_same_masks(monkeypatch):
     write([{"messages": messages(turns)} for turns in ROWS])
     whole = prepare(settings_of(), BYTES)
     monkeypatch.setattr(prepare_module, "GROUP_CHARS", 100)
@@ -154,7 +154,7 @@ def test_what_was_killed_goes_on_to_the_same_masks(monkeypatch):
         assert np.array_equal(np.concatenate(one.arrays), np.concatenate(other.arrays))
 
 
-def test_the_loss_of_packed_rows_is_that_of_the_answers_of_each_conversation_alone():
+def test_the_loss_of_packed_rows_is_that_of_each_answer_alone():
     write([{"messages": messages(turns)} for turns in ROWS])
     corpus = prepare(settings_of(), BYTES)
     torch.manual_seed(0)
@@ -219,7 +219,7 @@ def test_validation_counts_answers_and_their_bytes_only():
 
 
 @pytest.mark.parametrize("beginning", [None, "<s>"])
-def test_the_end_of_an_answer_is_learned_with_any_tokenizer(llama_tokenizer, beginning):
+def test_the_end_of_an_answer_is_trained_on_with_any_tokenizer(llama_tokenizer, beginning):
     with open("tokenizer.json", "w") as file:
         file.write(llama_tokenizer)
     tokenizer = read_json("tokenizer.json", beginning, "</s>")
@@ -268,7 +268,7 @@ def test_prompts_and_answers_are_conversations_of_two_turns():
     ],
     ids=str,
 )
-def test_messages_that_are_none_are_named_with_file_and_row(row, message):
+def test_invalid_messages_are_named_with_file_and_row(row, message):
     good = {"messages": messages([("user", "hi"), ("assistant", "hello")])}
     with pytest.raises(ValueError, match=f"^chat.jsonl, .*{message}"):
         read([good, row])
@@ -281,7 +281,7 @@ def test_rows_without_an_answer_are_left_out_and_counted(capsys):
     assert "left out 3 rows that have no answer" in capsys.readouterr().out
 
 
-def test_conversations_without_a_single_answer_are_one_line_that_says_so():
+def test_conversations_without_any_answer_are_an_error_of_one_line():
     write([{"messages": messages(turns)} for turns in ([("user", "hi")], [("system", "be kind"), ("user", "hi")])])
     with pytest.raises(ValueError, match="nothing to train on, no turn of the role assistant has any text"):
         prepare(settings_of(), BYTES)
@@ -296,21 +296,21 @@ def test_equal_conversations_cannot_be_split(share):
         prepare(settings_of(validation_share=share), BYTES)
 
 
-def test_a_list_in_the_column_of_texts_hints_at_messages_and_text_files_have_no_columns():
+def test_errors_about_columns_hint_at_messages_and_at_formats():
     with pytest.raises(ValueError, match="text, got list: set data.column, or data.messages_column if these are"):
         read([{"text": [{"role": "user", "content": "hi"}]}], messages_column=None)
     with pytest.raises(ValueError, match=r"chat.txt has no columns: data.messages_column needs .jsonl"):
         read([], "chat.txt")
 
 
-def test_one_conversation_alone_cannot_be_held_out():
+def test_a_single_conversation_cannot_be_split():
     write([{"messages": messages(ROWS[0])}])
     with pytest.raises(ValueError, match="chat.jsonl:0 is the only conversation"):
         prepare(settings_of(), BYTES)
 
 
 @pytest.mark.parametrize("n", [2, 3, 5, 9])
-def test_few_conversations_give_some_to_both_sides(n):
+def test_few_conversations_give_some_to_both_splits(n):
     write([{"messages": messages(turns)} for turns in ROWS[:n]])
     corpus = prepare(settings_of(), BYTES)
     for text in (corpus.train, corpus.validation):

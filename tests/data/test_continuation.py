@@ -25,7 +25,7 @@ def tokenizer(request, llama_tokenizer):
 
 @pytest.mark.parametrize("cut", [0, 5, 12, 19, 27])
 def test_text_grows_by_whole_characters_and_loses_no_space(tokenizer, cut):
-    """A prompt that ends anywhere, then the rest token by token."""
+    """Cuts the text anywhere into a prompt and a rest that comes token by token."""
     prompt = tokenizer.prompt(TEXT[:cut])
     ids = tokenizer.encode(TEXT[cut:]).tolist()
     expected = tokenizer.decode([*prompt, *ids])[len(tokenizer.decode(prompt)) :]
@@ -41,7 +41,7 @@ def test_text_grows_by_whole_characters_and_loses_no_space(tokenizer, cut):
     assert (row.tokens, row.finish_reason) == (ids, "length")
 
 
-def test_half_a_character_at_the_end_is_shown_as_such():
+def test_an_incomplete_character_at_the_end_becomes_a_replacement():
     row = Continuation(ByteTokenizer(), [0])
     for byte in "a🚀".encode()[:-1]:
         row.push(byte)
@@ -50,7 +50,7 @@ def test_half_a_character_at_the_end_is_shown_as_such():
     assert row.text == "a\N{REPLACEMENT CHARACTER}"
 
 
-def test_a_stop_token_ends_it_and_nothing_comes_after():
+def test_a_stop_token_ends_the_text():
     row = Continuation(ByteTokenizer(), [0])
     for token in (*b"ab", 256, *b"cd"):
         row.push(token, -1.0)
@@ -63,21 +63,21 @@ def test_a_stop_token_ends_it_and_nothing_comes_after():
 @pytest.mark.parametrize(
     ("stops", "written", "text"),
     [
-        (["ab"], "aab", "a"),  # the first a is no beginning of it, the second is
+        (["ab"], "aab", "a"),  # the first a does not start it, the second does
         (["aab"], "aaab", "a"),
         (["\n\n"], "one\n\ntwo", "one"),
         (["猫"], "一只猫。", "一只"),
-        (["bc", "abcd"], "xabcd", "xa"),  # complete first, though it begins later
-        (["abcd", "d"], "xabcd", "x"),  # complete at once: the one that begins first
-        (["zz"], "azbz", "azbz"),  # what was held back is text after all
+        (["bc", "abcd"], "xabcd", "xa"),  # complete first, though it starts later
+        (["abcd", "d"], "xabcd", "x"),  # complete at the same time: the one that starts first
+        (["zz"], "azbz", "azbz"),  # what was held back turns out to be text
         ([], "abc", "abc"),
     ],
 )
-def test_a_stop_string_ends_the_text_before_it(stops, written, text):
+def test_the_text_ends_before_a_stop_string(stops, written, text):
     row = Continuation(ByteTokenizer(), [0], stops)
     for byte in written.encode():
         row.push(byte)
-        assert row.text == text[: len(row.text)]  # nothing of it was ever shown
+        assert row.text == text[: len(row.text)]  # no part of the stop string was ever shown
     row.finish()
     assert row.text == text
     assert row.finish_reason == ("length" if text == written else "stop")
@@ -85,8 +85,8 @@ def test_a_stop_string_ends_the_text_before_it(stops, written, text):
 
 @settings(deadline=None, max_examples=200)
 @given(st.text("abc", max_size=14), st.lists(st.text("abc", min_size=1, max_size=4), max_size=3), st.integers())
-def test_where_tokens_are_cut_makes_no_difference(written, stops, seed):
-    """What is complete first ends the text, as if it came character by character."""
+def test_stop_strings_do_not_depend_on_token_boundaries(written, stops, seed):
+    """The stop string that is complete first ends the text, as if it came character by character."""
     ends = [(i + len(stop), i) for stop in stops for i in range(len(written)) if written.startswith(stop, i)]
     expected = written[: min(ends)[1]] if ends else written
     row, rest, rng = Continuation(Pieces(), [], stops), written, random.Random(seed)
@@ -100,7 +100,7 @@ def test_where_tokens_are_cut_makes_no_difference(written, stops, seed):
 
 
 class Pieces(ByteTokenizer):
-    """Whose tokens are the texts themselves."""
+    """A tokenizer whose tokens are these texts."""
 
     def token_bytes(self, token):
         return token.encode()

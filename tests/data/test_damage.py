@@ -1,4 +1,4 @@
-"""Corpora whose files a disk or a hand has changed are refused, in a line that names the file and what to do."""
+"""Damaged files of a corpus are refused in one line that names the file and says what to do."""
 
 import json
 import re
@@ -22,7 +22,7 @@ DOCUMENTS = [{"messages": [{"role": "user", "content": f"{n}?"}, {"role": "assis
 
 
 def settings(folder: Path, conversations: bool = False) -> DataConfig:
-    """Nine short texts, or as many conversations."""
+    """Nine short texts or conversations."""
     path = folder / "texts.jsonl"
     rows = DOCUMENTS if conversations else [{"text": f"document {n}\n" * 30} for n in range(9)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -154,7 +154,7 @@ def is_a_line(error: BaseException, path: Path, folder: Path):
 
 
 @pytest.mark.parametrize("wrong", BYTES_OF_A_FILE | MANIFESTS)
-def test_a_manifest_of_another_shape_is_a_line_with_its_name_and_what_to_do(corpus, wrong):
+def test_an_invalid_manifest_is_one_line_with_its_path_and_what_to_do(corpus, wrong):
     path = corpus / "manifest.json"
     damage(path, (BYTES_OF_A_FILE | MANIFESTS)[wrong])
     with pytest.raises(ValueError, match=r"manifest\.json is (damaged|empty)") as caught:
@@ -169,7 +169,7 @@ def small_shards(patch):
 
 @pytest.fixture(scope="module")
 def half(tmp_path_factory):
-    """A folder with a preparation that was killed between two shards."""
+    """A folder with a preparation that was interrupted between two shards."""
     folder = tmp_path_factory.mktemp("half")
     data = settings(folder)
     with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
@@ -187,7 +187,7 @@ def half(tmp_path_factory):
 
 @pytest.fixture
 def killed(half, tmp_path, monkeypatch):
-    """(settings, root, the folder of what is being prepared)"""
+    """(settings, root, work folder)"""
     small_shards(monkeypatch)
     data, root = half
     root = Path(shutil.copytree(root, tmp_path / "corpora"))
@@ -195,7 +195,7 @@ def killed(half, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("wrong", BYTES_OF_A_FILE | STATES)
-def test_a_state_of_another_shape_is_a_line_with_its_name_and_what_to_do(killed, wrong):
+def test_an_invalid_state_is_one_line_with_its_path_and_what_to_do(killed, wrong):
     data, root, work = killed
     path = work / "part_00000_of_00001" / "state.json"
     damage(path, (BYTES_OF_A_FILE | STATES)[wrong])
@@ -206,7 +206,7 @@ def test_a_state_of_another_shape_is_a_line_with_its_name_and_what_to_do(killed,
 
 @pytest.mark.parametrize("wrong", BYTES_OF_A_FILE | PLANS)
 @pytest.mark.parametrize("when", ["before a part", "before merging"])
-def test_a_plan_of_another_shape_is_a_line_with_its_name_and_what_to_do(killed, wrong, when):
+def test_an_invalid_plan_is_one_line_with_its_path_and_what_to_do(killed, wrong, when):
     data, root, work = killed
     folder = corpus_folder(data, BYTES, root)
     if when == "before merging":
@@ -218,7 +218,7 @@ def test_a_plan_of_another_shape_is_a_line_with_its_name_and_what_to_do(killed, 
 
 
 @pytest.mark.parametrize("content", [b"", b"PK\x03\x04 cut", b"\x93NUMPY", b"text" * 100], ids=repr)
-def test_a_rest_that_cannot_be_read_is_a_line_with_its_name_and_what_to_do(killed, content):
+def test_an_unreadable_rest_is_one_line_with_its_path_and_what_to_do(killed, content):
     data, root, work = killed
     (rest,) = work.rglob("rest_*.npz")
     rest.write_bytes(content)
@@ -237,7 +237,7 @@ def test_a_rest_with_a_flipped_bit_is_found(killed):
 
 @pytest.mark.parametrize("split", ["train", "validation"])
 @pytest.mark.parametrize("kind", ["bin", "learned"])
-def test_a_flipped_bit_is_found_where_it_is_first_read_and_the_corpus_to_delete_is_named(tmp_path, split, kind):
+def test_a_flipped_bit_is_found_at_first_read_and_the_corpus_named(tmp_path, split, kind):
     folder = prepare(settings(tmp_path, conversations=True), BYTES, tmp_path / "corpora").folder
     (path,) = folder.rglob(f"{split}_*.{kind}")
     flip(path)
@@ -249,8 +249,8 @@ def test_a_flipped_bit_is_found_where_it_is_first_read_and_the_corpus_to_delete_
     is_a_line(caught.value, path, folder)
 
 
-def test_a_token_beyond_the_vocabulary_is_refused_by_its_number(corpus):
-    """As of shards that another tokenizer of equal size made, with the checksum that fits."""
+def test_an_error_names_a_token_outside_the_vocabulary(corpus):
+    """As in shards made by another tokenizer, with a valid size and checksum."""
     (path,) = corpus.rglob("train_*.bin")
     tokens = np.fromfile(path, np.uint16)
     tokens[5] = 300
@@ -265,8 +265,8 @@ def test_a_token_beyond_the_vocabulary_is_refused_by_its_number(corpus):
 
 
 @pytest.mark.parametrize("room", [50, 300, 900, 2000])
-def test_a_full_disk_while_preparing_is_a_line_with_a_path_and_with_room_it_goes_on(tmp_path, monkeypatch, room):
-    """From the tokenizer's vocabulary on, to the last shard and the manifest."""
+def test_a_full_disk_is_one_line_with_a_path_and_preparing_resumes(tmp_path, monkeypatch, room):
+    """At any file, from the vocabulary to the last shard and the manifest."""
     small_shards(monkeypatch)
     monkeypatch.setattr(prepare_module, "SHARD_TOKENS", 1200)
     data, root = settings(tmp_path), tmp_path / "corpora"
@@ -282,7 +282,7 @@ def test_a_full_disk_while_preparing_is_a_line_with_a_path_and_with_room_it_goes
     assert prepare(data, BYTES, root).fingerprint() == prepare(data, BYTES, tmp_path / "others").fingerprint()
 
 
-def test_a_place_for_corpora_that_cannot_be_written_is_a_line_with_its_path(tmp_path):
+def test_a_read_only_folder_for_corpora_is_one_line_with_its_path(tmp_path):
     (tmp_path / "file").touch()
     for root in (tmp_path / "file", tmp_path / "file" / "corpora", Path("/proc/corpora")):
         with pytest.raises(OSError) as caught:

@@ -1,4 +1,4 @@
-"""Files that are not what they should be are refused by name."""
+"""Invalid files are refused with their path."""
 
 import errno
 import json
@@ -28,7 +28,7 @@ def path(tmp_path):
     return tmp_path / "whole.json"
 
 
-def test_a_file_is_read_as_it_is_with_the_keys_that_nobody_asked_for(path):
+def test_a_file_keeps_keys_that_its_type_does_not_name(path):
     whole = {"parts": {"ä": {"size": 3, "share": 1, "later": [None]}}, "format": 2}
     path.write_text(json.dumps(whole))
     assert read_json(path, Whole) == whole
@@ -59,7 +59,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("wrong", WRONG)
-def test_what_is_wrong_with_a_file_is_one_line_with_its_name_and_the_place(path, wrong):
+def test_an_invalid_file_is_one_line_with_its_path_and_the_key(path, wrong):
     content, message = WRONG[wrong]
     if content is not None:
         path.write_bytes(content)
@@ -70,7 +70,7 @@ def test_what_is_wrong_with_a_file_is_one_line_with_its_name_and_the_place(path,
 
 
 @pytest.mark.parametrize(("now", "younger"), [(FILES, {*CHAT, "template", "prompt"}), (BYTES, {"parse_special"})])
-def test_settings_of_another_version_are_those_of_this_one(now, younger):
+def test_settings_of_another_version_can_be_read(now, younger):
     older = {name: value for name, value in asdict(now).items() if name not in younger}
     later = asdict(now) | {"not_known_yet": None}
     assert check_shape(older, type(now), "a") == check_shape(later, type(now), "a") == now
@@ -79,13 +79,13 @@ def test_settings_of_another_version_are_those_of_this_one(now, younger):
             check_shape({other: value for other, value in older.items() if other != name}, type(now), "a")
 
 
-def test_a_folder_in_a_files_place_is_refused_by_name(path):
+def test_a_folder_in_place_of_a_file_is_named(path):
     path.mkdir()
     with pytest.raises(ValueError, match="whole.json cannot be read: Is a directory"):
         read_json(path, Whole)
 
 
-def test_a_full_disk_that_names_no_file_is_named_by_the_folder(tmp_path):
+def test_the_error_of_a_full_disk_names_the_folder(tmp_path):
     with pytest.raises(OSError) as raised, naming(tmp_path):
         raise OSError(errno.ENOSPC, "No space left on device")
     assert raised.value.filename == str(tmp_path)

@@ -1,4 +1,4 @@
-"""Datasets of the Hub, through the real `datasets`, from a server of our own."""
+"""Datasets of the Hub, read by the real `datasets` library from a local server."""
 
 import re
 from pathlib import Path
@@ -81,14 +81,14 @@ def test_workers_share_the_files_of_a_dataset(stories, tmp_path):
         (["data.config=large"], "data.config=large"),
     ],
 )
-def test_what_is_not_there_is_named_in_one_line(stories, tmp_path, arguments, message):
+def test_a_missing_dataset_split_or_column_is_one_line(stories, tmp_path, arguments, message):
     result = run(stories, tmp_path, *arguments)
     assert result.returncode == 2
     assert len(result.stderr.strip().splitlines()) == 1
     assert re.search(message, result.stderr)
 
 
-def test_a_connection_that_breaks_is_taken_up_again(stories, tmp_path):
+def test_a_broken_connection_is_retried(stories, tmp_path):
     stories.breaks["data/train-00001-of-00002.parquet"] = 2
     result = run(stories, tmp_path)
     assert result.returncode == 0, result.stderr
@@ -96,7 +96,7 @@ def test_a_connection_that_breaks_is_taken_up_again(stories, tmp_path):
     assert texts_of(open_corpus(next(Path("corpora").glob("stories-*")), full=True)) == set(TEXTS)
 
 
-def test_one_that_stays_broken_is_one_line_and_leaves_no_half_corpus(monkeypatch, settings):
+def test_a_lost_connection_is_one_line_and_leaves_no_partial_corpus(monkeypatch, settings):
     """As `datasets` reports it after its retries, which take minutes."""
     import datasets
 

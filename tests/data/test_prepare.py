@@ -27,7 +27,7 @@ def data(tmp_path):
     return replace(FILES, validation=["3.txt"])
 
 
-def test_a_corpus_holds_its_documents_with_end_of_text_between(data):
+def test_end_of_text_follows_each_document_of_a_corpus(data):
     corpus = prepare(data, BYTES)
     assert len(corpus.train) == 4 * 551 and len(corpus.validation) == 551
     assert corpus.tokenizer.decode(corpus.validation.read(0, 550)) == "document 3\n" * 50
@@ -39,8 +39,8 @@ def test_a_corpus_holds_its_documents_with_end_of_text_between(data):
 BPE = replace(BYTES, kind="bpe", vocab_size=270, pattern=r"\w+|\W", special=["<|end|>", "<|user|>", "<|bot|>"])
 
 
-def test_a_corpus_keeps_its_name_from_version_to_version():
-    """Also one that was prepared when there was no parse_special, nor any conversation."""
+def test_a_corpus_keeps_its_name_across_versions():
+    """Also one that was prepared before there were parse_special and conversations."""
     hub = replace(FILES, source="hub", repo="a/b")
     both = BPE, replace(BPE, parse_special=True)
     assert [prepare_module.corpus_folder(hub, tokenizer, Path()).name for tokenizer in both] == [
@@ -49,9 +49,7 @@ def test_a_corpus_keeps_its_name_from_version_to_version():
     ]
 
 
-def test_special_tokens_in_a_text_are_tokens_where_asked_for_and_else_a_line_says_that_they_are_not(
-    data, tmp_path, capsys
-):
+def test_special_tokens_in_a_text_are_parsed_if_set_or_else_remarked(data, tmp_path, capsys):
     for i in range(5):
         (tmp_path / f"{i}.txt").write_text(f"<|user|>say {i}<|bot|>é<|user|>no<|end|>another one\n")
     plain = prepare(data, BPE)
@@ -73,7 +71,7 @@ def test_special_tokens_in_a_text_are_tokens_where_asked_for_and_else_a_line_say
     assert again.fingerprint() == corpus.fingerprint()
 
 
-def test_names_that_a_tokenizer_json_does_not_have_are_refused_where_they_shall_be_tokens(llama_tokenizer):
+def test_parse_special_needs_names_that_the_tokenizer_json_has(llama_tokenizer):
     Path("tokenizer.json").write_text(llama_tokenizer)
     settings = replace(BYTES, kind="json", path="tokenizer.json", bos_token="<s>")
     for special, message in ((["</s>", "<|user|>"], "<|user|> is none of"), (["</s>", "<unk>"], None)):
@@ -109,12 +107,12 @@ def test_a_failed_preparation_leaves_no_corpus(data, monkeypatch):
     assert len(prepare(data, BYTES).train) == 4 * 551
 
 
-def test_of_two_that_ask_at_once_one_waits_and_prepares_nothing(data, monkeypatch):
+def test_a_second_process_waits_and_prepares_nothing(data, monkeypatch):
     root = Path("corpora")
     root.mkdir()
     folder = prepare_module.corpus_folder(data, BYTES, root)
     results = []
-    with FileLock(root / f".{folder.name}.lock"):  # as one that is at work
+    with FileLock(root / f".{folder.name}.lock"):  # as another process that is preparing it
         other = Thread(target=lambda: results.append(prepare(data, BYTES)))
         other.start()
         other.join(timeout=0.5)
@@ -126,7 +124,7 @@ def test_of_two_that_ask_at_once_one_waits_and_prepares_nothing(data, monkeypatc
     assert results[0].folder == folder
 
 
-def test_shards_join_without_a_seam(data, monkeypatch):
+def test_tokens_are_read_across_shards(data, monkeypatch):
     monkeypatch.setattr(prepare_module, "SHARD_TOKENS", 70)
     monkeypatch.setattr(prepare_module, "GROUP_CHARS", 100)
     corpus = prepare(data, BYTES)
@@ -142,7 +140,7 @@ def test_shards_join_without_a_seam(data, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_large_vocabulary_takes_wider_numbers(data, tmp_path):
+def test_a_large_vocabulary_uses_uint32(data, tmp_path):
     characters = "".join(map(chr, range(32, 0xD800))) + "".join(map(chr, range(0xE000, 0x12000)))
     (tmp_path / "0.txt").write_text(characters, encoding="utf-8")
     corpus = prepare(data, replace(BYTES, kind="chars"))
@@ -150,10 +148,10 @@ def test_a_large_vocabulary_takes_wider_numbers(data, tmp_path):
     assert corpus.tokenizer.decode(corpus.train.read(0, len(characters))) == characters
 
 
-def test_an_id_outside_the_vocabulary_is_never_written():
+def test_an_id_outside_the_vocabulary_is_never_stored():
     class Broken(ByteTokenizer):
         def encode(self, text):
-            return super().encode(text).astype(np.uint32) + 70_000  # uint16 would wrap around in silence
+            return super().encode(text).astype(np.uint32) + 70_000  # uint16 would wrap around silently
 
     with pytest.raises(AssertionError, match="outside the vocabulary of 257"):
         prepare_module.Encoded([Document("a", "text")], Broken(), np.ones(257), np.dtype(np.uint16))
@@ -168,8 +166,8 @@ def test_a_pattern_that_loses_text_is_refused(data):
 
 
 @pytest.mark.parametrize("killed", [False, True])
-def test_max_tokens_ends_early(data, monkeypatch, killed):
-    """Also where a run that was killed just before its end resumes; the last document is cut."""
+def test_max_tokens_limits_the_training_tokens(data, monkeypatch, killed):
+    """Also when a run resumes that was killed just before its end; the last document is cut."""
     whole = prepare(replace(data, validation=["0.txt"]), BYTES)
     monkeypatch.setattr(prepare_module, "GROUP_CHARS", 100)
     data = replace(data, validation=["0.txt"], max_tokens=1000)
@@ -183,12 +181,12 @@ def test_max_tokens_ends_early(data, monkeypatch, killed):
     assert corpus.manifest["splits"]["train"] | {"shards": []} == {
         "documents": 2,
         "tokens": 1000,
-        "bytes": 999,  # and one end of a document
+        "bytes": 999,  # without one end-of-text
         "shards": [],
     }
 
 
-def test_max_tokens_holds_for_a_single_text_and_several_parts(data, monkeypatch):
+def test_max_tokens_applies_to_a_single_text_and_to_several_parts(data, monkeypatch):
     monkeypatch.setattr(prepare_module, "GROUP_CHARS", 100)
     Path("one").mkdir()
     Path("one", "long.txt").write_text("0123456789\n" * 500)
@@ -202,7 +200,7 @@ def test_max_tokens_holds_for_a_single_text_and_several_parts(data, monkeypatch)
     assert len(open_corpus(folder).train) == 100
 
 
-def test_what_is_named_for_validation_is_found_after_max_tokens_too(data, monkeypatch):
+def test_named_validation_documents_are_found_after_max_tokens(data, monkeypatch):
     monkeypatch.setattr(prepare_module, "GROUP_CHARS", 100)
     last = "4.txt"
     named = prepare(replace(data, validation=[last]), BYTES)
@@ -214,7 +212,7 @@ def test_what_is_named_for_validation_is_found_after_max_tokens_too(data, monkey
     )
 
 
-def test_workers_that_share_the_files_make_the_corpus_of_one(data):
+def test_several_parts_make_the_same_corpus_as_one(data):
     data = replace(data, validation=["0.txt"])
     whole = prepare(data, BYTES)
     folder = whole.folder.with_name("shared")
@@ -234,7 +232,7 @@ def test_workers_that_share_the_files_make_the_corpus_of_one(data):
     assert not list(folder.rglob("state.json"))
 
 
-def test_a_text_that_changes_meanwhile_and_parts_of_another_number_are_refused(data, tmp_path):
+def test_a_changed_text_and_parts_of_another_num_shards_are_refused(data, tmp_path):
     folder = prepare_module.corpus_folder(data, BYTES, Path("corpora"))
     prepare_part(data, BYTES, folder, 1, 2)
     prepare_part(data, BYTES, folder, 0, 1)
@@ -245,7 +243,7 @@ def test_a_text_that_changes_meanwhile_and_parts_of_another_number_are_refused(d
         merge_parts(data, BYTES, folder, 1)
 
 
-def test_a_tokenizer_counts_by_what_it_holds_and_not_by_where_it_is(data, tmp_path):
+def test_a_corpus_depends_on_a_tokenizers_content_not_on_its_path(data, tmp_path):
     first = prepare(data, replace(BYTES, kind="chars"))
     saved = replace(BYTES, kind="saved", path="later")
     names = []
@@ -290,8 +288,8 @@ print(prepare.prepare(*eval(sys.argv[2])).fingerprint())
 
 
 @pytest.mark.slow
-def test_one_that_is_killed_at_any_point_goes_on_to_the_same_corpus(data, monkeypatch, tmp_path):
-    """kill -9 whenever four files have taken their names, until a run comes to the end."""
+def test_a_killed_preparation_resumes_to_the_same_corpus(data, monkeypatch, tmp_path):
+    """Kills the run (-9) after every four renamed files, until one finishes."""
 
     def run():
         arguments = [sys.executable, "-c", KILLED, "4", repr((data, BYTES))]
@@ -301,12 +299,12 @@ def test_one_that_is_killed_at_any_point_goes_on_to_the_same_corpus(data, monkey
     data = replace(data, validation=[])
     for i in range(12):
         (tmp_path / f"{i}.txt").write_text("".join(f"line {line} of {i}\n" for line in range(10)))
-    went_on = 0
+    resumed = 0
     while (result := run()).returncode != 0:
         assert result.returncode == -signal.SIGKILL, result.stderr
         assert not prepare_module.corpus_folder(data, BYTES, Path("corpora")).exists()
-        went_on += "resuming after" in result.stdout
-    assert went_on >= 2
+        resumed += "resuming after" in result.stdout
+    assert resumed >= 2
     monkeypatch.setattr(prepare_module, "SHARD_TOKENS", 300)
     monkeypatch.setattr(prepare_module, "GROUP_CHARS", 200)
     undisturbed = prepare(data, BYTES, root=Path("other"))
@@ -323,7 +321,7 @@ def test_preparing_needs_no_torch():
     assert result.stdout.strip() == "False", result.stderr
 
 
-# --- corpora that are there -----------------------------------------------------------------------------------------
+# --- prepared corpora -----------------------------------------------------------------------------------------------
 
 
 def test_corpora_are_mixed_if_they_share_a_tokenizer(data):
@@ -356,9 +354,9 @@ def test_token_files_are_read_as_they_are(tmp_path):
     third = open_token_files(paths, tokenizer, [], 0.3)
     assert len(third.train.arrays) == 2 and len(third.validation.arrays) == 1
     single = open_token_files(["a.ds"], tokenizer, [], 0.1)
-    assert tokenizer.decode(single.validation.read(0, 2)) == "a "  # from the beginning of a document on
+    assert tokenizer.decode(single.validation.read(0, 2)) == "a "  # starts with a document
     assert 0.05 < len(single.validation) / (len(single.train) + len(single.validation)) < 0.15
-    each = open_token_files(paths, tokenizer, [], 0.1)  # a third would be far too much: each gives its end
+    each = open_token_files(paths, tokenizer, [], 0.1)  # a whole file, a third, would be too much: each gives its end
     assert [len(array) for array in each.train.arrays] == [len(single.train)] * 3
     assert [len(array) for array in each.validation.arrays] == [len(single.validation)] * 3
     (tmp_path / "odd.ds").write_bytes(b"odd")
@@ -366,7 +364,7 @@ def test_token_files_are_read_as_they_are(tmp_path):
         open_token_files(["odd.ds"], tokenizer, [], 0.1)
     with pytest.raises(ValueError, match="no file is left for train"):
         open_token_files(paths, tokenizer, ["*"], 0.1)
-    np.full(100, 300, np.uint16).tofile(tmp_path / "other.ds")  # of another vocabulary
+    np.full(100, 300, np.uint16).tofile(tmp_path / "other.ds")  # of a larger vocabulary
     with pytest.raises(ValueError, match="token 300 in the text is outside the tokenizer's vocabulary of 257"):
         open_token_files(["other.ds"], tokenizer, [], 0.1).train.read(0, 10)
 
@@ -379,7 +377,7 @@ def test_damage_is_named(data):
     shard = folder / "part_00000_of_00001" / "train_00000.bin"
     content = shard.read_bytes()
     flip(shard)
-    opened = open_corpus(folder)  # a look at the sizes does not show it, but reading does
+    opened = open_corpus(folder)  # sizes do not reveal the damage, reading does
     opened.validation.read(0, 10)
     with pytest.raises(ValueError, match=r"train_00000.bin is damaged: its checksum"):
         opened.train.read(0, 10)
@@ -417,7 +415,7 @@ def test_a_window_longer_than_the_text_is_refused_with_the_numbers(data):
 
 
 @pytest.mark.parametrize("kind", ["bytes", "bpe", "json", "saved"])
-def test_the_size_of_a_vocabulary_is_known_before_the_text(tmp_path, llama_tokenizer, kind):
+def test_the_vocabulary_size_is_planned_without_the_text(tmp_path, llama_tokenizer, kind):
     (tmp_path / "tokenizer.json").write_text(llama_tokenizer)
     ByteTokenizer().save(tmp_path / "saved")
     path = {"json": "tokenizer.json", "saved": "saved"}.get(kind)

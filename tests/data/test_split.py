@@ -1,4 +1,4 @@
-"""What is held out: about the share of the text that was asked for, or what is named."""
+"""The split: about the given share of the text is for validation, or the documents that are named."""
 
 import json
 import random
@@ -17,13 +17,13 @@ from data.tokenizer import ByteTokenizer
 
 
 def texts(sizes, seed=0) -> list[Document]:
-    """Documents of lines that differ, of these sizes."""
+    """Returns documents of these sizes, all lines different."""
     draw = random.Random(f"{sizes} {seed}")
     lines = [[draw.randbytes(20).hex()[: draw.randrange(8, 40)] for _ in range(size // 8 + 1)] for size in sizes]
-    return [Document(f"{i}", "\n".join(some)[:size]) for i, (some, size) in enumerate(zip(lines, sizes, strict=True))]
+    return [Document(f"{i}", "\n".join(words)[:size]) for i, (words, size) in enumerate(zip(lines, sizes, strict=True))]
 
 
-def held_out(documents, share, complete=True) -> float:
+def validation_part(documents, share, complete=True) -> float:
     split = plan_split(documents, complete, [], share)
     pieces = [(which, piece) for document in documents for which, piece in split.pieces(document)]
     assert "".join(piece.text for _, piece in pieces) == "".join(document.text for document in documents)
@@ -47,12 +47,12 @@ UNEVEN = [
 @pytest.mark.slow
 @pytest.mark.parametrize("sizes", UNEVEN, ids=str)
 @pytest.mark.parametrize("share", [0.02, 0.1, 0.5, 0.9])
-def test_about_the_share_of_the_text_is_held_out_whatever_the_sizes(sizes, share):
+def test_about_the_share_of_the_text_is_validation_for_any_sizes(sizes, share):
     for seed in range(3):
-        assert is_about(held_out(texts(sizes, seed), share), share)
+        assert is_about(validation_part(texts(sizes, seed), share), share)
 
 
-def test_whole_documents_are_held_out_where_they_are_about_the_share():
+def test_documents_are_not_cut_if_whole_ones_give_about_the_share():
     for seed in range(20):
         documents = texts([1000] * 8, seed)
         split = plan_split(documents, True, [], 0.1)
@@ -60,47 +60,50 @@ def test_whole_documents_are_held_out_where_they_are_about_the_share():
         assert len(names) in (1, 2) and not any("end" in name for name in names)
 
 
-def test_a_document_that_is_added_moves_few_others():
+def test_adding_a_document_moves_few_others():
     documents = texts([40_000, *[1_000] * 60], seed=1)
 
-    def held(some):
-        split = plan_split(some, True, [], 0.1)
+    def held(documents):
+        split = plan_split(documents, True, [], 0.1)
         return {
-            d.name for d in some for which, piece in split.pieces(d) if which == "validation" and piece.text == d.text
+            d.name
+            for d in documents
+            for which, piece in split.pieces(d)
+            if which == "validation" and piece.text == d.text
         }
 
     before, after = held(documents[:-1]), held(documents)
     assert len(before ^ after) <= 2 and before
 
 
-def test_where_a_hash_holds_out_about_the_share_no_size_is_looked_at():
+def test_sizes_do_not_matter_if_hashes_give_about_the_share():
     documents = texts([200] * 100)
     split = plan_split(documents, True, [], 0.1)
     held = {d.name for d in documents for which, _ in split.pieces(d) if which == "validation"}
     assert held == {d.name for d in documents if share_hash(d.text) < 0.1} and 5 <= len(held) <= 20
 
 
-def test_equal_documents_are_on_the_same_side():
+def test_equal_documents_are_in_the_same_split():
     documents = texts([300, 300, 5_000, 400]) * 2
     split = plan_split(documents, True, [], 0.2)
     sides = [[(which, len(piece.text)) for which, piece in split.pieces(d)] for d in documents]
     assert sides[:4] == sides[4:]
-    copies = [Document("a", "the same\n" * 50)] * 10  # there is no choice: each gives its end
-    assert is_about(held_out(copies, 0.1), 0.1)
+    copies = [Document("a", "the same\n" * 50)] * 10  # equal hashes cannot be split: each gives its end
+    assert is_about(validation_part(copies, 0.1), 0.1)
 
 
 @pytest.mark.parametrize("hash", [0.05, 0.5])
-def test_of_a_stream_no_document_that_is_most_of_the_text_is_held_out_whole(monkeypatch, hash):
+def test_a_long_document_of_a_stream_is_never_all_validation(monkeypatch, hash):
     monkeypatch.setattr("data.split.LOOK", 10_000)
     monkeypatch.setattr("data.split.share_hash", lambda text: hash)
     documents = texts([9_000, 900, 100])
-    split = plan_split(documents[:1], False, [], 0.1)  # of what follows nobody knows
+    split = plan_split(documents[:1], False, [], 0.1)  # the rest of the stream is unknown
     (first, second), *others = ([which for which, _ in split.pieces(d)] for d in documents)
     assert (first, second) == ("train", "validation")
-    assert others[1] == ["validation" if hash < 0.1 else "train"]  # a short one is held out, or not, as ever
+    assert others[1] == ["validation" if hash < 0.1 else "train"]  # the hash still decides about a short one
 
 
-def test_what_is_held_out_does_not_depend_on_how_much_a_tokenizer_learns_from(tmp_path):
+def test_the_split_does_not_depend_on_train_chars(tmp_path):
     for document in texts([4_000, *[300] * 9]):
         (tmp_path / f"{document.name}.txt").write_text(document.text)
     held = []
@@ -111,7 +114,7 @@ def test_what_is_held_out_does_not_depend_on_how_much_a_tokenizer_learns_from(tm
     assert len(set(held)) == 1
 
 
-def test_a_share_far_from_the_one_asked_for_is_said_and_one_that_is_near_is_not(tmp_path, capsys):
+def test_a_share_is_reported_only_if_far_from_the_setting(tmp_path, capsys):
     for document in texts([3_000] * 10):
         (tmp_path / f"{document.name}.txt").write_text(document.text)
     prepare(FILES, BYTES)
@@ -123,7 +126,7 @@ def test_a_share_far_from_the_one_asked_for_is_said_and_one_that_is_near_is_not(
 
 
 @pytest.mark.parametrize("sizes", [[60_000, 700], [700, 60_000], [30_000, *[200] * 9], [2_000] * 3], ids=str)
-def test_of_files_of_tokens_about_the_share_is_held_out(tmp_path, sizes):
+def test_about_the_share_of_token_files_is_validation(tmp_path, sizes):
     tokenizer = ByteTokenizer()
     for i, size in enumerate(sizes):
         tokens = np.resize(tokenizer.document("a text of some length"), size).astype(np.uint16)
@@ -132,16 +135,16 @@ def test_of_files_of_tokens_about_the_share_is_held_out(tmp_path, sizes):
     corpus = open_token_files(paths, tokenizer, [], 0.1)
     assert is_about(len(corpus.validation) / sum(sizes), 0.1)
     assert len(corpus.train) + len(corpus.validation) == sum(sizes)
-    for array in corpus.validation.arrays:  # from the beginning of a document on
+    for array in corpus.validation.arrays:  # starts with a document
         assert tokenizer.decode(array[:6]) == "a text"
 
 
-def test_files_of_tokens_that_are_split_another_way_are_another_text(tmp_path):
+def test_token_files_split_differently_have_another_fingerprint(tmp_path):
     for name, size in (("a", 1_000), ("b", 50), ("c", 50)):
         np.zeros(size, np.uint16).tofile(tmp_path / f"{name}.ds")
     paths = ["a.ds", "b.ds", "c.ds"]
-    some = [open_token_files(paths, ByteTokenizer(), [], share).fingerprint() for share in (0.1, 0.2)]
-    assert some[0] != some[1]
+    fingerprints = [open_token_files(paths, ByteTokenizer(), [], share).fingerprint() for share in (0.1, 0.2)]
+    assert fingerprints[0] != fingerprints[1]
 
 
 # --- names ----------------------------------------------------------------------------------------------------------
@@ -151,7 +154,7 @@ def test_files_of_tokens_that_are_split_another_way_are_another_text(tmp_path):
     "pattern",
     ["q/v.jsonl", "v.jsonl", "*v.jsonl", "./q/v.jsonl", "q", "q/", "*/v.*", "{here}/q/v.jsonl", "q/v.jsonl:*"],
 )
-def test_a_pattern_of_a_file_holds_out_all_its_documents(tmp_path, pattern):
+def test_a_file_pattern_selects_all_documents_of_the_file(tmp_path, pattern):
     (tmp_path / "q").mkdir()
     for name in ("t.jsonl", "q/v.jsonl"):
         rows = [json.dumps({"text": f"{name} {i}"}) for i in range(30)]
@@ -161,7 +164,7 @@ def test_a_pattern_of_a_file_holds_out_all_its_documents(tmp_path, pattern):
     assert [splits[name]["documents"] for name in ("train", "validation")] == [30, 30]
 
 
-def test_a_file_whose_name_looks_like_a_pattern_is_itself(tmp_path):
+def test_a_file_whose_name_looks_like_a_pattern_matches_itself(tmp_path):
     for name in ("a[1].txt", "b.txt"):
         (tmp_path / name).write_text(name * 20)
     splits = prepare(replace(FILES, validation=["a[1].txt"]), BYTES).manifest["splits"]
@@ -178,7 +181,7 @@ def test_a_file_whose_name_looks_like_a_pattern_is_itself(tmp_path):
         (["*.txt"], "nothing is left to train on: data.validation matches all 2 files"),
     ],
 )
-def test_names_of_files_are_looked_at_before_any_text(tmp_path, monkeypatch, validation, message):
+def test_validation_names_are_checked_before_any_text_is_read(tmp_path, monkeypatch, validation, message):
     for name in ("t.txt", "val.txt"):
         (tmp_path / name).write_text(name * 20)
     monkeypatch.setattr("data.sources.documents", None)
@@ -186,14 +189,14 @@ def test_names_of_files_are_looked_at_before_any_text(tmp_path, monkeypatch, val
         prepare(replace(FILES, validation=validation), BYTES)
 
 
-def test_a_name_that_no_document_of_the_hub_can_have_is_refused_before_any_text(monkeypatch):
+def test_impossible_names_of_hub_documents_are_refused_before_reading(monkeypatch):
     monkeypatch.setattr("data.sources.documents", None)
     hub = {"source": "hub", "repo": "someone/stories", "validation": ["validation.jsonl"]}
     with pytest.raises(ValueError, match="jsonl is no document name of the Hub, such as someone/stories:0:17"):
         prepare(replace(FILES, **hub), BYTES)
 
 
-def test_files_of_tokens_are_named_as_others(tmp_path):
+def test_token_files_are_selected_by_name_like_others(tmp_path):
     (tmp_path / "x").mkdir()
     for name in ("x/a.ds", "x/b.ds"):
         np.zeros(100, np.uint16).tofile(tmp_path / name)
@@ -203,6 +206,6 @@ def test_files_of_tokens_are_named_as_others(tmp_path):
         open_token_files(["x/a.ds", "x/b.ds"], ByteTokenizer(), ["c.ds"], 0.1)
 
 
-def test_without_any_size_to_go_by_the_smallest_is_held_out():
+def test_the_smallest_document_is_validation_if_nothing_else_fits():
     split = choose([0.9, 0.2, 0.5], [3, 1, 2], 0.01)
     assert [split.share_of(*one) for one in ((0.9, 3), (0.2, 1), (0.5, 2))] == [0, 1, 0]

@@ -35,7 +35,7 @@ every_tokenizer = pytest.mark.parametrize("tokenizer", TOKENIZERS.values(), ids=
 
 
 @every_tokenizer
-def test_text_comes_back_exactly_and_special_looking_text_is_text(tokenizer):
+def test_text_round_trips_and_names_of_special_tokens_are_text(tokenizer):
     tokens = tokenizer.encode(TEXT)
     assert tokenizer.decode(tokens) == TEXT
     assert tokenizer.eos_id not in tokens
@@ -45,12 +45,12 @@ def test_text_comes_back_exactly_and_special_looking_text_is_text(tokenizer):
 
 @pytest.mark.parametrize("tokenizer", [TOKENIZERS["bytes"], TOKENIZERS["bpe"]], ids=["bytes", "bpe"])
 @given(text=st.text())
-def test_any_text_comes_back(tokenizer, text):
+def test_any_text_round_trips(tokenizer, text):
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
 @every_tokenizer
-def test_a_stream_never_shows_half_a_character(tokenizer):
+def test_a_stream_yields_only_whole_characters(tokenizer):
     pieces = list(tokenizer.stream(tokenizer.encode("a💡é"), after=tokenizer.prompt("")))
     assert "".join(pieces) == "a💡é"
     assert not any("\ufffd" in piece for piece in pieces)
@@ -64,13 +64,13 @@ def test_a_saved_tokenizer_is_the_same_tokenizer(tokenizer, tmp_path):
     assert np.array_equal(again.encode(TEXT), tokenizer.encode(TEXT))
 
 
-def test_fingerprints_tell_tokenizers_apart():
+def test_different_tokenizers_have_different_fingerprints():
     assert (
         len({t.fingerprint() for t in [*TOKENIZERS.values(), train_bpe([TEXT], 299, PATTERN, ["<|endoftext|>"])]}) == 4
     )
 
 
-def test_bpe_learns_what_is_frequent():
+def test_bpe_merges_frequent_pairs():
     tokenizer = TOKENIZERS["bpe"]
     assert tokenizer.vocab_size == 300
     assert len(tokenizer.encode(TEXT)) < len(TEXT.encode()) / 2
@@ -85,14 +85,14 @@ def test_tiktoken_and_the_trainer_agree():
     assert TOKENIZERS["bpe"].encode(TEXT).tolist() == trainer.encode(TEXT)
 
 
-def test_a_short_text_gives_the_tokens_that_it_has():
+def test_a_short_text_gives_fewer_tokens():
     tokenizer = train_bpe(["abab"], 5000, PATTERN, ["<|endoftext|>"])
     assert 257 < tokenizer.vocab_size < 262
     assert tokenizer.eos_id == tokenizer.vocab_size - 1
     assert tokenizer.decode(tokenizer.encode(TEXT)) == TEXT
 
 
-def test_special_tokens_come_last_and_are_tokens_only_where_asked_for():
+def test_special_tokens_come_last_and_are_parsed_only_if_set():
     names = ["<|endoftext|>", "<|user|>", "<|bot|>"]
     tokenizer, asked = (train_bpe([TEXT], 302, PATTERN, names, parse) for parse in (False, True))
     text = "<|user|>To be?<|bot|>Not.<|endoftext|>x"
@@ -111,14 +111,14 @@ def test_special_tokens_come_last_and_are_tokens_only_where_asked_for():
     assert asked.stops == {299}
 
 
-def test_bpe_learns_nothing_from_names_that_are_tokens():
+def test_bpe_is_not_trained_on_names_of_parsed_special_tokens():
     texts = ["<|user|>a b<|bot|>"] * 50
     tokenizer, asked = (train_bpe(texts, 300, PATTERN, ["<|end|>", "<|user|>", "<|bot|>"], p) for p in (False, True))
     assert b"user" in tokenizer.ranks
     assert [token for token in asked.ranks if len(token) > 1] == [b" b"]
 
 
-def test_a_tokenizer_that_parses_special_tokens_is_another_and_is_saved_so(tmp_path, llama_tokenizer):
+def test_parse_special_is_saved_and_changes_the_fingerprint(tmp_path, llama_tokenizer):
     ranks, special = [bytes([byte]) for byte in range(256)], {"<|end|>": 256, "<|user|>": 257}
     text = "a<|user|>b<unk>"
     for make in (
@@ -126,7 +126,7 @@ def test_a_tokenizer_that_parses_special_tokens_is_another_and_is_saved_so(tmp_p
         lambda *parse: JSONTokenizer(llama_tokenizer, 1, [2], *parse),
     ):
         plain, off, on = make(), make(False), make(True)
-        assert "parse_special" not in plain.vocabulary()  # as in checkpoints that know nothing of it
+        assert "parse_special" not in plain.vocabulary()  # as in older checkpoints
         assert plain.fingerprint() == off.fingerprint() != on.fingerprint()
         on.save(tmp_path / on.kind)
         again = load_tokenizer(tmp_path / on.kind)
@@ -136,7 +136,7 @@ def test_a_tokenizer_that_parses_special_tokens_is_another_and_is_saved_so(tmp_p
     assert BPETokenizer(ranks, ".", special).fingerprint() == known
 
 
-def test_unknown_characters_are_listed():
+def test_unknown_characters_are_named():
     with pytest.raises(ValueError, match="'xz'"):
         CharacterTokenizer("abc").encode("axbzx")
 
@@ -152,7 +152,7 @@ def test_an_empty_prompt_starts_from_end_of_text():
         assert tokenizer.prompt("be") == tokenizer.encode("be").tolist()
 
 
-def test_end_of_text_is_the_last_id_and_stands_for_no_bytes():
+def test_end_of_text_is_the_last_id_and_has_no_bytes():
     for tokenizer in TOKENIZERS.values():
         assert tokenizer.eos_id == tokenizer.vocab_size - 1
         assert tokenizer.token_bytes(tokenizer.eos_id) == b""
@@ -164,7 +164,7 @@ def test_end_of_text_is_the_last_id_and_stands_for_no_bytes():
 
 @pytest.fixture(scope="module")
 def byte_level():
-    """As GPT-2's: bytes written as printing characters, spaces kept."""
+    """A tokenizer.json like GPT-2's: bytes spelled as printable characters, spaces kept."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -183,24 +183,24 @@ def other(request, byte_level, llama_tokenizer):
     return byte_level if request.param == "byte level" else JSONTokenizer(llama_tokenizer, bos_id=1, eos_ids=[2])
 
 
-def test_anothers_tokenizer_brings_text_back(other):
+def test_a_tokenizer_json_round_trips_text(other):
     tokens = other.encode(TEXT)
     assert other.decode(tokens) == TEXT
     assert other.eos_id not in tokens and other.bos_id not in tokens
     assert 0 <= tokens.min() and tokens.max() < other.vocab_size
-    added = 1 if other.bos_id == 1 else 0  # the space that Llama's puts in front
+    added = 1 if other.bos_id == 1 else 0  # Llama's normalizer prepends a space
     assert other.bytes_per_token()[tokens].sum() == len(TEXT.encode()) + added
     assert b"".join(other.token_bytes(token) for token in tokens).decode() == " " * added + TEXT
 
 
-def test_anothers_special_tokens_are_text_in_a_text(other):
+def test_special_tokens_of_a_tokenizer_json_are_text_in_a_text(other):
     text = "<s> the <|endoftext|> </s>"
     tokens = other.encode(text)
     assert other.decode(tokens) == text
     assert not set(tokens.tolist()) & other.stops
 
 
-def test_anothers_special_tokens_are_tokens_where_asked_for(other):
+def test_special_tokens_of_a_tokenizer_json_are_parsed_if_set(other):
     asked = JSONTokenizer(other.content, other.bos_id, other.eos_ids, parse_special=True)
     for name in asked.special:
         text = f"the{name}hat{name}the"
@@ -214,7 +214,7 @@ def test_anothers_special_tokens_are_tokens_where_asked_for(other):
         assert asked.token_bytes(asked.special[name]) == (b"" if hidden else name.encode())
 
 
-def test_anothers_stream_loses_no_space_and_shows_no_half_character(other):
+def test_a_tokenizer_json_streams_spaces_and_whole_characters(other):
     prompt = other.prompt("the hat")
     assert prompt[0] == other.bos_id
     tokens = other.encode("the hat the 💡 é the")[len(prompt) - 1 :].tolist()
@@ -228,7 +228,7 @@ def test_anothers_stream_loses_no_space_and_shows_no_half_character(other):
     assert cut.startswith("the hat") and set(cut[7:]) == {"\ufffd"}
 
 
-def test_anothers_truncation_and_padding_do_not_apply(llama_tokenizer):
+def test_truncation_and_padding_of_a_tokenizer_json_are_off(llama_tokenizer):
     content = json.loads(llama_tokenizer)
     content["truncation"] = {"max_length": 5, "strategy": "LongestFirst", "stride": 0, "direction": "Right"}
     content["padding"] = {"strategy": {"Fixed": 50}, "direction": "Right", "pad_id": 0, "pad_type_id": 0}
@@ -238,7 +238,7 @@ def test_anothers_truncation_and_padding_do_not_apply(llama_tokenizer):
         assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-def test_anothers_documents_begin_with_its_start_token_and_end_at_any_of_its_ends(llama_tokenizer):
+def test_documents_of_a_tokenizer_json_have_its_start_and_end_tokens(llama_tokenizer):
     tokenizer = JSONTokenizer(llama_tokenizer, bos_id=1, eos_ids=[2, 0])
     assert tokenizer.document("the").tolist() == [1, *tokenizer.encode("the")]
     assert tokenizer.stops == {0, 1, 2}
@@ -248,7 +248,7 @@ def test_anothers_documents_begin_with_its_start_token_and_end_at_any_of_its_end
         tokenizer.prompt("\ud800")
 
 
-def test_anothers_added_tokens_stand_for_their_text(byte_level):
+def test_added_tokens_of_a_tokenizer_json_decode_to_their_text(byte_level):
     content = json.loads(byte_level.content)
     token = {**content["added_tokens"][0], "id": 300, "content": "   \N{EM SPACE}", "special": False}
     content["added_tokens"].append(token)
@@ -257,7 +257,7 @@ def test_anothers_added_tokens_stand_for_their_text(byte_level):
     assert tokenizer.token_bytes(300) == "   \N{EM SPACE}".encode()
 
 
-def test_anothers_saved_tokenizer_is_the_same_tokenizer(other, tmp_path):
+def test_a_saved_tokenizer_json_is_the_same_tokenizer(other, tmp_path):
     other.save(tmp_path / "t")
     again = load_tokenizer(tmp_path / "t")
     assert again.fingerprint() == other.fingerprint()
@@ -266,7 +266,7 @@ def test_anothers_saved_tokenizer_is_the_same_tokenizer(other, tmp_path):
     assert JSONTokenizer(other.content, 3, other.eos_ids).fingerprint() != other.fingerprint()
 
 
-# --- what others make of the same vocabulary -------------------------------------------------------------------------
+# --- exports, and GPT-2's vocabulary --------------------------------------------------------------------------------
 
 TRICKY = [
     "",
@@ -312,7 +312,7 @@ def test_the_exported_tokenizer_gives_the_same_ids(tokenizer):
 
 @pytest.fixture(scope="module")
 def gpt2(reference):
-    """GPT-2's vocabulary, as our BPE."""
+    """GPT-2's vocabulary as a BPETokenizer."""
     from data.tokenizer.byte_level import byte_level_alphabet
 
     byte = {character: i for i, character in enumerate(byte_level_alphabet())}
@@ -329,7 +329,7 @@ def test_gpt2_gives_the_ids_of_transformers(gpt2, reference):
     folder = reference / "gpt2"
     theirs = GPT2Tokenizer(str(folder / "vocab.json"), str(folder / "merges.txt"))
     for text in tricky_texts():
-        text = text.replace("<|endoftext|>", "<|end|>")  # which theirs takes for the token
+        text = text.replace("<|endoftext|>", "<|end|>")  # which transformers parses as the token
         assert gpt2.encode(text).tolist() == theirs.encode(text), repr(text)
         assert gpt2.decode(gpt2.encode(text)) == text
     asked = BPETokenizer(gpt2.ranks, gpt2.encoding._pat_str, gpt2.special, parse_special=True)
@@ -351,15 +351,15 @@ def test_the_exported_gpt2_gives_its_ids_and_its_merges(gpt2, reference):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("text", ["a" * 1_000_000, " " * 1_000_000, "a\n" + "\n \t" * 300_000 + "b"], ids=len)
-def test_a_million_times_the_same_is_no_trouble(gpt2, text):
+def test_a_million_equal_characters_are_encoded(gpt2, text):
     assert gpt2.decode(gpt2.encode(text)) == text
 
 
 @every_tokenizer
-def test_many_documents_at_once_are_the_documents_one_by_one(tokenizer):
+def test_documents_encoded_together_equal_documents_one_by_one(tokenizer):
     texts = [TEXT, "", "be", "question ", " be"]
     assert np.array_equal(tokenizer.documents(texts), np.concatenate([tokenizer.document(text) for text in texts]))
-    plain = [text.replace("<|endoftext|>", "") for text in texts]  # where one call is enough
+    plain = [text.replace("<|endoftext|>", "") for text in texts]  # encoded by a single call
     assert np.array_equal(tokenizer.documents(plain), np.concatenate([tokenizer.document(text) for text in plain]))
 
 
@@ -367,7 +367,7 @@ def test_many_documents_at_once_are_the_documents_one_by_one(tokenizer):
 
 
 def test_a_named_encoding_comes_from_the_cache(tmp_path, monkeypatch):
-    """p50k_base's file, made up here: the name of a file in the cache is the hash of its address."""
+    """Makes p50k_base's file here; its name in the cache is the hash of its URL."""
     import tiktoken.registry
 
     address = "http://127.0.0.1:9/made_up.tiktoken"
@@ -393,7 +393,7 @@ def test_a_named_encoding_comes_from_the_cache(tmp_path, monkeypatch):
     assert tokenizer.encode("the").tolist() == [258]
     assert tokenizer.eos_id == 256 and tokenizer.vocab_size == 301
     assert [tokenizer.token_bytes(id) for id in (256, 257, 258, 280, 300)] == [b"", b"", b"the", b"", b""]
-    tokenizer.save(tmp_path / "saved")  # whole by itself, without the cache
+    tokenizer.save(tmp_path / "saved")  # complete without the cache
     again = load_tokenizer(tmp_path / "saved")
     assert again.fingerprint() == tokenizer.fingerprint()
     assert again.encode("the thé").tolist() == tokenizer.encode("the thé").tolist()
@@ -402,13 +402,13 @@ def test_a_named_encoding_comes_from_the_cache(tmp_path, monkeypatch):
         load_tokenizer(tmp_path / "saved")
 
 
-def test_a_silent_server_is_not_waited_for_for_ever(tmp_path, monkeypatch):
+def test_a_download_from_a_silent_server_times_out(tmp_path, monkeypatch):
     import tiktoken.registry
 
     monkeypatch.setattr(bpe, "DOWNLOAD_TIMEOUT", 0.3)
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
     tiktoken.registry.list_encoding_names()
-    with socket.create_server(("127.0.0.1", 0)) as server:  # takes the call and says nothing
+    with socket.create_server(("127.0.0.1", 0)) as server:  # accepts the connection and sends nothing
 
         def silent():
             return tiktoken.load.load_tiktoken_bpe(f"http://127.0.0.1:{server.getsockname()[1]}/a.tiktoken")
@@ -418,7 +418,7 @@ def test_a_silent_server_is_not_waited_for_for_ever(tmp_path, monkeypatch):
             named_encoding("silent")
 
 
-def test_an_unknown_encoding_is_named_with_those_there_are():
+def test_an_unknown_encoding_is_named_with_the_known_ones():
     with pytest.raises(ValueError, match=r"no encoding gpt3: there are .*gpt2"):
         named_encoding("gpt3")
 
@@ -439,7 +439,7 @@ def test_special_tokens_of_a_tokenizer_json_are_given_by_name(tmp_path, llama_to
         read_json(path, None, "</s>")
 
 
-def test_a_byte_order_mark_before_a_tokenizer_json_is_no_part_of_it(tmp_path, llama_tokenizer):
+def test_a_byte_order_mark_before_a_tokenizer_json_is_dropped(tmp_path, llama_tokenizer):
     (tmp_path / "a.json").write_text(llama_tokenizer, encoding="utf-8")
     (tmp_path / "b.json").write_text(llama_tokenizer, encoding="utf-8-sig")
     a, b = (read_json(tmp_path / name, "<s>", "</s>") for name in ("a.json", "b.json"))
@@ -455,7 +455,7 @@ def test_a_byte_order_mark_before_a_tokenizer_json_is_no_part_of_it(tmp_path, ll
         ("(?=a)", "at least"),
     ],
 )
-def test_a_pattern_that_cuts_no_pieces_is_refused_by_name(pattern, message):
+def test_an_invalid_tokenizer_pattern_is_refused(pattern, message):
     with pytest.raises(ValueError, match=f"tokenizer.pattern .*{message}"):
         train_bpe(["a text"], 260, pattern, ["<end>"])
 
@@ -478,7 +478,7 @@ def test_a_pattern_that_cuts_no_pieces_is_refused_by_name(pattern, message):
         '{"kind": "json", "beginning": null, "ends": []}',
     ],
 )
-def test_a_vocabulary_of_another_shape_is_refused_by_its_file(tmp_path, content):
+def test_an_invalid_vocabulary_is_an_error_with_its_path(tmp_path, content):
     (tmp_path / "vocabulary.json").write_text(content)
     with pytest.raises(ValueError, match=r"vocabulary\.json is (damaged|empty)") as error:
         load_tokenizer(tmp_path)
