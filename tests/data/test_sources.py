@@ -569,8 +569,7 @@ def test_a_single_document_is_cut_at_a_line_break():
 
 
 def test_a_file_name_that_is_not_utf_8_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        os, "walk", lambda *_, **__: [("books", [], ["\udce9t\udce9.txt"])]
-    )  # no disk needs to allow it
+    listing = [("books", [], ["\udce9t\udce9.txt"])]  # made here, since not every file system allows this name
+    monkeypatch.setattr(os, "walk", lambda *_, **__: listing)
     with pytest.raises(ValueError, match=r"books/\\udce9t\\udce9.txt' has a name that is not UTF-8: rename it"):
         find([str(tmp_path)])
