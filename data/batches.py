@@ -94,14 +94,14 @@ class Windows:
         parts = [self._of_block(i)[ordinals[blocks == i] % self.block] for i in np.unique(blocks).tolist()]
         starts = np.concatenate(parts)
         rows = self.tokens.windows(starts, self.seq_len + 1)
-        if self.tokens.learned is None:
+        if self.tokens.loss_mask is None:
             return {"tokens": rows[:, :-1], "targets": rows[:, 1:]}
         targets = [self.tokens.targets(start + 1, self.seq_len) for start in starts.tolist()]
         return {"tokens": rows[:, :-1], "targets": np.stack(targets)}
 
 
 class Documents:
-    """Rows are packed with whole documents, which do not attend to each other (packing "documents").
+    """Rows are packed with documents, which do not attend to each other (packing "documents").
 
     A document longer than a row is cut into pieces of seq_len. Rows are packed in corpus order, each filled until the
     next piece does not fit; each epoch visits the rows in its own order. The rest of a row is padding: its targets are
@@ -119,9 +119,9 @@ class Documents:
         piece = np.arange(cuts.sum()) - np.repeat(np.cumsum(cuts) - cuts, cuts)  # number of the piece in its document
         self.starts = np.repeat(starts, cuts) + seq_len * piece
         self.lengths = np.minimum(np.repeat(pairs, cuts) - seq_len * piece, seq_len)
-        if tokens.learned is not None:
-            learned = tokens.learned.find(1)
-            first, end = (np.searchsorted(learned, self.starts + 1 + shift) for shift in (0, self.lengths))
+        if tokens.loss_mask is not None:
+            loss_mask = tokens.loss_mask.find(1)
+            first, end = (np.searchsorted(loss_mask, self.starts + 1 + shift) for shift in (0, self.lengths))
             self.starts, self.lengths = self.starts[end > first], self.lengths[end > first]
         filled = np.cumsum(self.lengths)
         firsts = [0]  # the first piece of each row
@@ -212,7 +212,7 @@ class Batches:
 
     def count(self, step: int) -> int:
         """Returns the number of targets that count in the loss of `step`, over all ranks, without communication."""
-        if isinstance(self.source, Windows) and self.source.tokens.learned is None:
+        if isinstance(self.source, Windows) and self.source.tokens.loss_mask is None:
             return self.rows * self.source.seq_len
         rows = self.source.rows(step * self.rows + np.arange(self.rows))
         return int((rows["targets"] != IGNORE).sum())

@@ -43,17 +43,17 @@ def render(conversation: Turns, template: dict[str, str]) -> tuple[str, Spans]:
     The space before an answer belongs to its span, so that a prompt needs no trailing space. Returns ("", ()) if no
     answer has any text.
     """
-    text, learned = "", []
+    text, answers = "", []
     for role, content in conversation:
         before, after = template[role].split("{}")
         start = len(text) + len(before.rstrip(" "))
         text += before + content + after
         if role == ANSWERS and content.strip():
-            learned.append((start, len(text)))
-    return (text, tuple(learned)) if learned else ("", ())
+            answers.append((start, len(text)))
+    return (text, tuple(answers)) if answers else ("", ())
 
 
-def encode(text: str, learned: Spans, tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray]:
+def encode(text: str, answers: Spans, tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray]:
     """Returns a conversation's ids and, for each id, whether it is trained on.
 
     Each span is tokenised separately, as a generated answer would follow its prompt. End-of-text is appended, even if
@@ -62,12 +62,12 @@ def encode(text: str, learned: Spans, tokenizer: Tokenizer) -> tuple[np.ndarray,
     empty = tokenizer.documents([""])  # the start token, if any, and mostly the end token
     begin = empty[empty != tokenizer.eos_id]
     ids, flags, at = [begin], [np.zeros(len(begin), bool)], 0
-    for start, end in (*learned, (len(text), len(text))):
+    for start, end in (*answers, (len(text), len(text))):
         for piece, flag in ((text[at:start], False), (text[start:end], True)):
             if piece:
                 ids.append(tokenizer.encode(piece))
                 flags.append(np.full(len(ids[-1]), flag))
         at = end
     ids.append(np.array([tokenizer.eos_id], empty.dtype))
-    flags.append(np.array([learned[-1][1] == len(text)]))
+    flags.append(np.array([answers[-1][1] == len(text)]))
     return np.concatenate(ids), np.concatenate(flags)

@@ -30,7 +30,7 @@ class Tokens:
 
     vocab_size: tokens outside it are an error when they are read. sums: the path and SHA-256 of each array that is a
     file; the checksum is verified when the file is first read, so that damaged data is never trained on, and only files
-    that are used are hashed (one second per gigabyte). learned: a loss mask with one number per token, 0 for tokens
+    that are used are hashed (one second per gigabyte). loss_mask: one number per token, 0 for tokens
     that are no targets; None if all are targets.
     """
 
@@ -39,9 +39,9 @@ class Tokens:
         arrays: Sequence[np.ndarray],
         vocab_size: int | None = None,
         sums: list[tuple[Path, str] | None] | None = None,
-        learned: "Tokens | None" = None,
+        loss_mask: "Tokens | None" = None,
     ):
-        self.vocab_size, self.sums, self.learned = vocab_size, sums or [], learned
+        self.vocab_size, self.sums, self.loss_mask = vocab_size, sums or [], loss_mask
         self.unverified = {number for number, entry in enumerate(self.sums) if entry is not None}
         self.arrays = [array.view(np.ndarray) for array in arrays]  # a memmap's own slicing is slow
         self.ends = list(accumulate(len(array) for array in arrays))
@@ -59,7 +59,7 @@ class Tokens:
     def targets(self, start: int, length: int) -> np.ndarray:
         """Like read, as int64, with IGNORE for tokens that are not trained on."""
         tokens = self.read(start, length).astype(np.int64)
-        return tokens if self.learned is None else np.where(self.learned.read(start, length), tokens, IGNORE)
+        return tokens if self.loss_mask is None else np.where(self.loss_mask.read(start, length), tokens, IGNORE)
 
     def _read(self, start: int, length: int) -> np.ndarray:
         array = bisect_right(self.ends, start)
@@ -186,16 +186,16 @@ def open_corpus(folder: str | Path, full: bool = False) -> Corpus:
         if tokenizer.fingerprint() != manifest["tokenizer"]:
             raise ValueError(f"{folder}/tokenizer is not the one that made this corpus")
 
-    def opened(shards: list[Shard], dtype: str, vocab_size: int, learned: Tokens | None = None) -> Tokens:
+    def opened(shards: list[Shard], dtype: str, vocab_size: int, loss_mask: Tokens | None = None) -> Tokens:
         arrays = [np.memmap(folder / shard["file"], dtype, "r") for shard in shards]
-        return Tokens(arrays, vocab_size, [(folder / shard["file"], shard["sha256"]) for shard in shards], learned)
+        return Tokens(arrays, vocab_size, [(folder / shard["file"], shard["sha256"]) for shard in shards], loss_mask)
 
     texts = {}
     for name in ("train", "validation"):
         shards = manifest["splits"][name]["shards"]
         masks = [mask for shard in shards if (mask := mask_of(shard)) is not None]
-        learned = opened(masks, "uint8", 2) if masks else None
-        texts[name] = opened(shards, manifest["dtype"], tokenizer.vocab_size, learned)
+        loss_mask = opened(masks, "uint8", 2) if masks else None
+        texts[name] = opened(shards, manifest["dtype"], tokenizer.vocab_size, loss_mask)
     return Corpus(folder, tokenizer, texts["train"], texts["validation"], manifest)
 
 
@@ -303,8 +303,8 @@ def open_mixture(corpora: dict[str, float]) -> Corpus:
 
 def _joined(parts: list[Tokens], vocab_size: int) -> Tokens:
     masks = None
-    if any(part.learned is not None for part in parts):
-        filled = (part.learned or Tokens([np.broadcast_to(np.uint8(1), len(part))], sums=[None]) for part in parts)
+    if any(part.loss_mask is not None for part in parts):
+        filled = (part.loss_mask or Tokens([np.broadcast_to(np.uint8(1), len(part))], sums=[None]) for part in parts)
         masks = _joined(list(filled), 2)
     arrays, sums = ([entry for part in parts for entry in getattr(part, name)] for name in ("arrays", "sums"))
     return Tokens(arrays, vocab_size, sums, masks)
@@ -322,7 +322,7 @@ def open_token_files(paths: list[str], tokenizer: Tokenizer, validation: list[st
         size = Path(path).stat().st_size
         if size == 0 or size % dtype.itemsize:
             raise ValueError(
-                f"{path} has {size} bytes, which is no positive multiple of {dtype.itemsize}: it cannot hold "
+                f"{path} has {size} bytes, which is not a positive multiple of {dtype.itemsize}: it cannot hold "
                 f"{dtype.name} tokens"
             )
         arrays[path] = np.memmap(path, dtype, "r")

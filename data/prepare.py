@@ -338,11 +338,11 @@ def _until_full(
 
 def encode_documents(documents: list[Document], tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray | None]:
     """Returns the concatenated ids of documents and, for conversations, whether each is trained on; otherwise None."""
-    if documents[0].learned is None:
+    if documents[0].answers is None:
         return tokenizer.documents([document.text for document in documents]), None
-    pairs = [chat.encode(document.text, document.learned, tokenizer) for document in documents]
-    tokens, learned = zip(*pairs, strict=True)
-    return np.concatenate(tokens), np.concatenate(learned)
+    pairs = [chat.encode(document.text, document.answers, tokenizer) for document in documents]
+    tokens, loss_mask = zip(*pairs, strict=True)
+    return np.concatenate(tokens), np.concatenate(loss_mask)
 
 
 class Encoded:
@@ -351,7 +351,7 @@ class Encoded:
     def __init__(self, documents: list[Document], tokenizer: Tokenizer, lengths: np.ndarray, dtype: np.dtype):
         texts = [document.text for document in documents]
         nothing: tuple[np.ndarray, np.ndarray | None] = np.empty(0, dtype), None
-        tokens, self.learned = encode_documents(documents, tokenizer) if texts else nothing
+        tokens, self.loss_mask = encode_documents(documents, tokenizer) if texts else nothing
         if len(tokens) and tokens.max() >= tokenizer.vocab_size:  # astype would wrap around silently
             raise AssertionError(f"token {tokens.max()} is outside the vocabulary of {tokenizer.vocab_size}")
         self.tokens = tokens.astype(dtype)
@@ -372,7 +372,7 @@ class Encoded:
         if n >= len(self.tokens):
             return
         self.tokens = self.tokens[: max(0, int(n))]
-        self.learned = None if self.learned is None else self.learned[: len(self.tokens)]
+        self.loss_mask = None if self.loss_mask is None else self.loss_mask[: len(self.tokens)]
         self.documents = len(tokenizer.document_bounds(Tokens([self.tokens]))[0]) if len(self.tokens) else 0
         self.bytes = int(tokenizer.bytes_per_token()[self.tokens].sum())
 
@@ -453,7 +453,7 @@ class PartWriter:
             split["tokens"] += len(encoded.tokens)
             split["bytes"] += encoded.bytes
             if len(encoded.tokens):
-                tokens, mask = encoded.tokens, encoded.learned
+                tokens, mask = encoded.tokens, encoded.loss_mask
                 self.rest[name].append(tokens if mask is None else np.stack([tokens, mask]))
             while sum(part.shape[-1] for part in self.rest[name]) >= SHARD_TOKENS:
                 tokens = np.concatenate(self.rest[name], axis=-1)

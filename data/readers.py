@@ -53,7 +53,7 @@ class Document:
     name: str
     text: str
     file: str | None = None  # path of the file it comes from
-    learned: chat.Spans | None = None  # spans of a conversation to train on: its answers
+    answers: chat.Spans | None = None  # of a conversation: the spans to train on
 
 
 def find(paths: list[str], endings: tuple[str, ...] = TEXT + ROWS) -> list[str]:
@@ -142,8 +142,8 @@ def document(row, name: str, where: str, data: DataConfig, file: str | None = No
     else:
         pairs = zip(("user", chat.ANSWERS), values, settings, strict=True)
         turns = [(role, _text(value, where, errors, setting)) for role, value, setting in pairs]
-    text, learned = chat.render(turns, template)
-    return Document(name, text, file, learned)
+    text, answers = chat.render(turns, template)
+    return Document(name, text, file, answers)
 
 
 def columns(data: DataConfig, there: list[str], where: str) -> list[str]:
@@ -266,7 +266,7 @@ def _parquet(path: str, data: DataConfig) -> Iterator[Document]:
                 yield document(row, f"{path}:{i}", f"{path}, row {i}", data, path)
                 i += 1
     except (pyarrow.ArrowException, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is no valid Parquet file: {error}") from error
+        raise ValueError(f"{path} is not a valid Parquet file: {error}") from error
 
 
 # --- text -----------------------------------------------------------------------------------------------------------

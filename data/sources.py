@@ -49,10 +49,10 @@ def check(data: DataConfig):
         if patterns and all(any(is_file_named(file, pattern) for pattern in patterns) for file in files):
             raise ValueError(f"nothing is left to train on: data.validation matches all {len(files)} files")
     elif data.source == "hub":
-        for pattern in data.validation:  # documents are called REPO:PART:ROW
+        for pattern in data.validation:  # documents are named REPO:PART:ROW
             names = (data.repo, Path(data.repo).name)
             if not pattern.startswith("*") and not any(fnmatch(name, pattern.split(":")[0]) for name in names):
-                raise ValueError(f"data.validation: {pattern} is no document name of the Hub, such as {data.repo}:0:17")
+                raise ValueError(f"data.validation: {pattern} is not a document of the Hub, such as {data.repo}:0:17")
 
 
 def nothing(data: DataConfig) -> str:

@@ -57,7 +57,7 @@ def plan_split(first: list[Document], complete: bool, validation: list[str], sha
     document is cut in two. Conversations are never cut.
     """
     sizes = [len(document.text) for document in first]
-    whole = first[0].learned is not None
+    whole = first[0].answers is not None
     if validation:
         for pattern in validation:
             if complete and not any(is_named(document, pattern) for document in first):
@@ -69,9 +69,7 @@ def plan_split(first: list[Document], complete: bool, validation: list[str], sha
     elif complete and len(first) == 1:
         split = Split([], 0.0, cut=share)
         if not all(piece.text for piece in cut_end(first[0], share)):
-            raise ValueError(
-                f"{first[0].name} is too short to split off {share:.0%} for validation: {sizes[0]} characters"
-            )
+            raise ValueError(f"{first[0].name} is too short to give {share:.0%} to validation: {sizes[0]} characters")
     elif complete:
         split = choose([share_hash(document.text) for document in first], sizes, share, whole)
     elif whole:

@@ -44,8 +44,8 @@ def main(cfg: Evaluate):
         documents = list(documents)
         if not documents:
             raise ValueError(f"data.paths {', '.join(cfg.data.paths)}: {sources.nothing(cfg.data)}")
-        tokens, learned = encode_documents(documents, tokenizer)
-        text = Tokens([tokens], learned=None if learned is None else Tokens([learned]))
+        tokens, loss_mask = encode_documents(documents, tokenizer)
+        text = Tokens([tokens], loss_mask=None if loss_mask is None else Tokens([loss_mask]))
         name = ", ".join(cfg.data.paths)
     else:
         corpus = trained_on(folder, tokenizer) if cfg.data is None else prepared(folder, tokenizer, cfg.data)
@@ -63,7 +63,7 @@ def main(cfg: Evaluate):
         "autocast": auto.autocast(model.embedding.weight.device, about["precision"]),
         "progress": bar("evaluating"),
     }
-    if cfg.report and text.learned is not None:
+    if cfg.report and text.loss_mask is not None:
         raise ValueError(
             "report=true is about every token of a text, and of conversations only answers count: leave it"
         )
@@ -73,7 +73,7 @@ def main(cfg: Evaluate):
         figures |= measure(cfg, model, tokenizer, text, training, seq_len, stride, how)
         result = Evaluation(figures["nats"], figures["tokens"], figures["bytes"])
     else:
-        how |= {"seq_len": seq_len, "stride": stride, "learned": text.learned}
+        how |= {"seq_len": seq_len, "stride": stride, "loss_mask": text.loss_mask}
         result = evaluate(model, text.read, len(text), tokenizer.bytes_per_token(), **how)
     if not math.isfinite(result.nats):  # of finite weights: they multiply to what no number can hold
         raise ValueError(f"the loss of {folder} is {result.nats}, not finite: did its training diverge?")

@@ -58,7 +58,7 @@ def evaluate(
     n_tokens: int,
     bytes_per_token: np.ndarray,
     *,
-    learned=None,
+    loss_mask=None,
     seq_len: int,
     stride: int | None = None,
     batch: int = 32,
@@ -69,15 +69,15 @@ def evaluate(
     """Scores a text of n_tokens tokens; read(start, length) returns a part of it. A collective: ranks share the work.
 
     bytes_per_token (vocab,): see Tokenizer. `limit`: about this many tokens, in evenly spaced windows; None: all.
-    `learned`: its read(start, length) is 0 for tokens that are not scored, see Tokens; windows without scored tokens
+    `loss_mask`: its read(start, length) is 0 for tokens that are not scored, see Tokens; windows without scored tokens
     are skipped. The model is in evaluation mode meanwhile; no random number is drawn.
     """
     device = next(model.parameters()).device
     if n_tokens < 2:
         raise ValueError(f"an evaluation needs at least 2 tokens, got {n_tokens}")
     plan = windows(n_tokens, seq_len, seq_len if stride is None else stride)
-    if learned is not None:
-        plan = [one for one in plan if learned.read(one[0] + one[1] - one[2] + 1, one[2]).any()]
+    if loss_mask is not None:
+        plan = [one for one in plan if loss_mask.read(one[0] + one[1] - one[2] + 1, one[2]).any()]
         if not plan:
             raise ValueError("there is nothing to score: no answer is in the text")
     if limit is not None and limit < n_tokens:
@@ -90,7 +90,7 @@ def evaluate(
     model.eval()
     nats, tokens, size = torch.zeros((), dtype=torch.float64), 0, 0
     for part in progress([own[i : i + batch] for i in range(0, len(own), batch)]):
-        inputs, targets = _rows(read, part, seq_len, learned)
+        inputs, targets = _rows(read, part, seq_len, loss_mask)
         size += int(bytes_per_token[targets[targets != IGNORE]].sum())
         with autocast or torch.autocast(device.type, enabled=False):
             loss, count = model(_to(inputs, device), targets=_to(targets, device))
@@ -118,7 +118,7 @@ def validate(
             text.read,
             len(text),
             corpus.tokenizer.bytes_per_token(),
-            learned=text.learned,
+            loss_mask=text.loss_mask,
             seq_len=seq_len,
             batch=engine.choices.micro_batch,
             limit=limit,
@@ -131,7 +131,7 @@ def validate(
 
 
 def _rows(
-    read: Callable, plan: list[tuple[int, int, int]], seq_len: int, learned=None
+    read: Callable, plan: list[tuple[int, int, int]], seq_len: int, loss_mask=None
 ) -> tuple[np.ndarray, np.ndarray]:
     """Inputs and targets (rows, seq_len); a short window is padded at its end, where causality hides it."""
     inputs = np.zeros((len(plan), seq_len), np.int64)
@@ -140,8 +140,8 @@ def _rows(
         tokens = read(start, length + 1)
         inputs[row, :length] = tokens[:-1]
         targets[row, length - scored : length] = tokens[1:][length - scored :]
-        if learned is not None:
-            targets[row, :length][learned.read(start + 1, length) == 0] = IGNORE
+        if loss_mask is not None:
+            targets[row, :length][loss_mask.read(start + 1, length) == 0] = IGNORE
     return inputs, targets
 
 

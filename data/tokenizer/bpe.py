@@ -92,14 +92,14 @@ class BPETokenizer(Tokenizer):
 
 
 def _check_pattern(pattern: str):
-    """Raises a ValueError if this is no regular expression, or it matches empty pieces, which BPE cannot handle."""
+    """Raises a ValueError if this is not a regular expression or matches empty pieces, which BPE cannot handle."""
     import regex
     import rustbpe
 
     try:
         rustbpe.Tokenizer().train_from_iterator(iter([]), 256, pattern=pattern)
     except ValueError as error:
-        raise ValueError(f"tokenizer.pattern is no regular expression, got {pattern!r}: {error}") from error
+        raise ValueError(f"tokenizer.pattern is not a valid regular expression, got {pattern!r}: {error}") from error
     try:
         found = list(regex.finditer(pattern, "".join(map(chr, range(256)))))
     except regex.error:  # rustbpe accepts another dialect

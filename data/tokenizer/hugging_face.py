@@ -144,7 +144,7 @@ def read_json(path: str | Path, bos_token: str | None, eos_token: str, parse_spe
         content = Path(path).read_text(encoding="utf-8-sig")
         names = {token["content"]: token["id"] for token in json.loads(content)["added_tokens"]}
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is no valid tokenizer.json: {error}") from error
+        raise ValueError(f"{path} is not a valid tokenizer.json: {error}") from error
     for name in (bos_token, eos_token):
         if name is not None and name not in names:
             raise ValueError(f"{path} has no special token {name}: there are {', '.join(names)}")

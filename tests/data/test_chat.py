@@ -40,19 +40,19 @@ def write(rows: list, name: str = "chat.jsonl"):
 
 def reference(turns) -> tuple[list[int], list[bool]]:
     """Returns the bytes of a conversation, and whether each is trained on; empty if there is no answer."""
-    ids, learned = [], []
+    ids, loss_mask = [], []
 
     def put(text: str, flag: bool):
         ids.extend(text.encode())
-        learned.extend([flag] * len(text.encode()))
+        loss_mask.extend([flag] * len(text.encode()))
 
     for role, content in turns:
         answers = role == "assistant" and bool(content.strip())
         put({"system": "", "user": "User: ", "assistant": "Assistant:"}[role], False)
         put((" " if role == "assistant" else "") + content + "\n", answers)
-    if not any(learned):
+    if not any(loss_mask):
         return [], []
-    return [*ids, 256], [*learned, learned[-1]]
+    return [*ids, 256], [*loss_mask, loss_mask[-1]]
 
 
 @settings(max_examples=200, deadline=None)
@@ -62,8 +62,8 @@ def test_only_answers_and_the_ends_of_their_turns_are_trained_on(turns):
     expected, flags = reference(turns)
     assert bool(text) == bool(expected)
     if text:
-        ids, learned = chat.encode(text, spans, ByteTokenizer())
-        assert ids.tolist() == expected and learned.tolist() == flags
+        ids, loss_mask = chat.encode(text, spans, ByteTokenizer())
+        assert ids.tolist() == expected and loss_mask.tolist() == flags
 
 
 @settings(max_examples=100, deadline=None)
@@ -75,14 +75,14 @@ def test_a_template_may_contain_special_tokens(turns):
     text, spans = chat.render(turns, template)
     if not text:
         return
-    ids, learned = chat.encode(text, spans, tokenizer)
+    ids, loss_mask = chat.encode(text, spans, tokenizer)
     expected, flags = [], []
     for role, content in turns:
         answer = role == "assistant"
         begin, end = [257] * (role == "user") + [258] * answer, [256] * answer
         expected += [*begin, *content.encode(), *end]
         flags += [False] * len(begin) + [answer and bool(content.strip())] * (len(content.encode()) + len(end))
-    assert ids.tolist() == [*expected, 256] and learned.tolist() == [*flags, flags[-1]]
+    assert ids.tolist() == [*expected, 256] and loss_mask.tolist() == [*flags, flags[-1]]
 
 
 ROWS = [
@@ -99,26 +99,26 @@ def test_a_corpus_of_conversations_has_their_tokens_and_loss_masks(monkeypatch, 
     corpus = prepare(settings_of(), BYTES)
     found = {}
     for name, text in (("train", corpus.train), ("validation", corpus.validation)):
-        ids, learned = text.read(0, len(text)).tolist(), text.learned.read(0, len(text)).tolist()
-        assert len(learned) == len(ids)
+        ids, loss_mask = text.read(0, len(text)).tolist(), text.loss_mask.read(0, len(text)).tolist()
+        assert len(loss_mask) == len(ids)
         starts, ends = corpus.tokenizer.document_bounds(text)
         for start, end in zip(starts.tolist(), ends.tolist(), strict=True):
-            found[tuple(ids[start:end])] = (name, [bool(flag) for flag in learned[start:end]])
+            found[tuple(ids[start:end])] = (name, [bool(flag) for flag in loss_mask[start:end]])
     assert {ids: flags for ids, (_, flags) in found.items()} == {tuple(a): b for a, b in map(reference, ROWS)}
     assert 1 <= sum(name == "validation" for name, _ in found.values()) <= 8  # whole, none is cut
-    assert len(corpus.train.arrays) == len(corpus.train.learned.arrays) == -(-len(corpus.train) // shard)
+    assert len(corpus.train.arrays) == len(corpus.train.loss_mask.arrays) == -(-len(corpus.train) // shard)
 
 
 def test_loss_masks_are_verified_and_part_of_the_fingerprint():
     write([{"messages": messages(turns), "text": chat.render(turns, TEMPLATE)[0]} for turns in ROWS])
     corpus = prepare(settings_of(validation=["chat.jsonl:3"]), BYTES)
     plain = prepare(settings_of(validation=["chat.jsonl:3"], messages_column=None), BYTES)
-    assert plain.train.learned is None and plain.manifest["format"] == 2 and corpus.manifest["format"] == 3
+    assert plain.train.loss_mask is None and plain.manifest["format"] == 2 and corpus.manifest["format"] == 3
     for one, other in ((plain.train, corpus.train), (plain.validation, corpus.validation)):
         assert np.array_equal(one.read(0, len(one)), other.read(0, len(other)))
     assert plain.fingerprint() != corpus.fingerprint()
-    both = open_mixture({str(plain.folder): 0.5, str(corpus.folder): 0.5}).train.learned
-    expected = [1] * len(plain.train) + corpus.train.learned.read(0, len(corpus.train)).tolist()
+    both = open_mixture({str(plain.folder): 0.5, str(corpus.folder): 0.5}).train.loss_mask
+    expected = [1] * len(plain.train) + corpus.train.loss_mask.read(0, len(corpus.train)).tolist()
     assert both.read(0, len(both)).tolist() == expected
     mask = next(corpus.folder.rglob("train*.learned"))
     content = mask.read_bytes()
@@ -150,7 +150,7 @@ def test_an_interrupted_preparation_resumes_to_the_same_masks(monkeypatch):
     monkeypatch.setattr(prepare_module.PartWriter, "add", real)
     again = prepare(settings_of(), BYTES)
     assert len(again.train.arrays) > 1
-    for one, other in ((whole.train, again.train), (whole.train.learned, again.train.learned)):
+    for one, other in ((whole.train, again.train), (whole.train.loss_mask, again.train.loss_mask)):
         assert np.array_equal(np.concatenate(one.arrays), np.concatenate(other.arrays))
 
 
@@ -171,23 +171,23 @@ def test_the_loss_of_packed_rows_is_that_of_each_answer_alone():
         starts, ends = corpus.tokenizer.document_bounds(corpus.train)
         for start, end in zip(starts.tolist(), ends.tolist(), strict=True):
             ids = torch.from_numpy(corpus.train.read(start, end - start).astype(np.int64))
-            learned = corpus.train.learned.read(start, end - start)
+            loss_mask = corpus.train.loss_mask.read(start, end - start)
             logs = model(ids[None])[0].log_softmax(-1)
             for at in range(1, len(ids)):
-                if learned[at]:
+                if loss_mask[at]:
                     expected, n = expected - logs[at - 1, ids[at]].item(), n + 1
-    assert counted == n == int(corpus.train.learned.read(0, len(corpus.train)).sum())
+    assert counted == n == int(corpus.train.loss_mask.read(0, len(corpus.train)).sum())
     assert total == pytest.approx(expected, rel=1e-5)
 
 
 def test_a_stream_counts_the_same_targets():
     write([{"messages": messages(turns)} for turns in ROWS])
     corpus = prepare(settings_of(), BYTES)
-    ids, learned = (some.read(0, len(corpus.train)) for some in (corpus.train, corpus.train.learned))
+    ids, loss_mask = (some.read(0, len(corpus.train)) for some in (corpus.train, corpus.train.loss_mask))
     batch = make_batches(corpus, rows=3, seq_len=16, seed=1).batch(0)
     for tokens, targets in zip(batch["tokens"].tolist(), batch["targets"].tolist(), strict=True):
         at = next(i for i in range(len(ids)) if ids[i : i + 16].tolist() == tokens)
-        assert targets == np.where(learned, ids.astype(int), IGNORE)[at + 1 : at + 17].tolist()
+        assert targets == np.where(loss_mask, ids.astype(int), IGNORE)[at + 1 : at + 17].tolist()
 
 
 def test_pieces_of_long_conversations_without_an_answer_are_left_out():
@@ -201,7 +201,7 @@ def test_pieces_of_long_conversations_without_an_answer_are_left_out():
         for document in set(batch["documents"][0].tolist()) - {-1}:
             assert (batch["targets"][0][batch["documents"][0] == document] != IGNORE).any()
         counts += int((batch["targets"] != IGNORE).sum())
-    assert counts == int(corpus.train.learned.read(0, len(corpus.train)).sum())
+    assert counts == int(corpus.train.loss_mask.read(0, len(corpus.train)).sum())
 
 
 def test_validation_counts_answers_and_their_bytes_only():
@@ -211,11 +211,11 @@ def test_validation_counts_answers_and_their_bytes_only():
     model = GPT(257, ModelConfig(d_model=16, n_layers=1, n_heads=2, d_ff=32, max_seq_len=16))
     lengths = corpus.tokenizer.bytes_per_token()
     for limit in (None, 16):
-        result = evaluate(model, text.read, len(text), lengths, learned=text.learned, seq_len=16, limit=limit)
+        result = evaluate(model, text.read, len(text), lengths, loss_mask=text.loss_mask, seq_len=16, limit=limit)
         assert result.tokens > 0 and np.isfinite(result.loss)
         if limit is None:
-            learned = text.read(0, len(text))[text.learned.read(0, len(text)) == 1]
-            assert (result.tokens, result.bytes) == (len(learned), int((learned < 256).sum()))
+            answers = text.read(0, len(text))[text.loss_mask.read(0, len(text)) == 1]
+            assert (result.tokens, result.bytes) == (len(answers), int((answers < 256).sum()))
 
 
 @pytest.mark.parametrize("beginning", [None, "<s>"])
@@ -224,10 +224,10 @@ def test_the_end_of_an_answer_is_trained_on_with_any_tokenizer(llama_tokenizer, 
         file.write(llama_tokenizer)
     tokenizer = read_json("tokenizer.json", beginning, "</s>")
     text, spans = chat.render([("user", "the heat"), ("assistant", "eats the hat")], TEMPLATE)
-    ids, learned = chat.encode(text, spans, tokenizer)
-    assert ids[-1] == tokenizer.eos_id and learned[-1]
-    assert ids[~learned].tolist() == tokenizer.prompt("User: the heat\nAssistant:")
-    assert tokenizer.decode(ids[learned]).strip() == "eats the hat"
+    ids, loss_mask = chat.encode(text, spans, tokenizer)
+    assert ids[-1] == tokenizer.eos_id and loss_mask[-1]
+    assert ids[~loss_mask].tolist() == tokenizer.prompt("User: the heat\nAssistant:")
+    assert tokenizer.decode(ids[loss_mask]).strip() == "eats the hat"
 
 
 def read(rows, name="chat.jsonl", **changes):
@@ -239,7 +239,7 @@ def test_prompts_and_answers_are_conversations_of_two_turns():
     pairs = {"messages_column": None, "prompt_column": "q", "answer_column": "a"}
     rows = [{"q": "hi", "a": "hello"}, {"q": "nothing", "a": " "}, {"q": "null", "a": None}]
     found = read(rows, **pairs)
-    assert [(d.name, d.text, d.learned) for d in found] == [
+    assert [(d.name, d.text, d.answers) for d in found] == [
         ("chat.jsonl:0", "User: hi\nAssistant: hello\n", ((19, 26),))
     ]
     with open("chat.csv", "w") as file:
@@ -314,4 +314,4 @@ def test_few_conversations_give_some_to_both_splits(n):
     write([{"messages": messages(turns)} for turns in ROWS[:n]])
     corpus = prepare(settings_of(), BYTES)
     for text in (corpus.train, corpus.validation):
-        assert text.learned.read(0, len(text)).any()
+        assert text.loss_mask.read(0, len(text)).any()

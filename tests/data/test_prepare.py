@@ -360,7 +360,7 @@ def test_token_files_are_read_as_they_are(tmp_path):
     assert [len(array) for array in each.train.arrays] == [len(single.train)] * 3
     assert [len(array) for array in each.validation.arrays] == [len(single.validation)] * 3
     (tmp_path / "odd.ds").write_bytes(b"odd")
-    with pytest.raises(ValueError, match="odd.ds has 3 bytes, which is no positive multiple of 2"):
+    with pytest.raises(ValueError, match="odd.ds has 3 bytes, which is not a positive multiple of 2"):
         open_token_files(["odd.ds"], tokenizer, [], 0.1)
     with pytest.raises(ValueError, match="no file is left for train"):
         open_token_files(paths, tokenizer, ["*"], 0.1)

@@ -181,7 +181,7 @@ def test_invalid_text_is_named_with_its_position_or_replaced(tmp_path):
         ("a.jsonl", '{"text": "a"}\n{"text": ', "a.jsonl, line 2 is not JSON"),
         ("a.jsonl", '["a"]', "a.jsonl, line 1 has no text.*list"),
         ("a.jsonl", '{"text": 7}', "a.jsonl, line 1 must have text, got int"),
-        ("a.parquet", "no table", "a.parquet is no valid Parquet file"),
+        ("a.parquet", "no table", "a.parquet is not a valid Parquet file"),
         ("a.txt.gz", "not compressed", "a.txt.gz cannot be read"),
         ("a.jsonl.zst", "not compressed", "a.jsonl.zst cannot be read"),
     ],
@@ -365,7 +365,7 @@ def test_damaged_parquet_is_one_line_with_the_path(tmp_path):
     refused = 0
     for cut in (0, 3, 4, len(content) // 2, len(content) - 1):
         path.write_bytes(content[:cut])
-        with pytest.raises(ValueError, match="^a.parquet is no valid Parquet file|a.parquet cannot be read"):
+        with pytest.raises(ValueError, match="^a.parquet is not a valid Parquet file|a.parquet cannot be read"):
             read(["a.parquet"])
     for _ in range(60):
         damaged = bytearray(content)

@@ -192,7 +192,7 @@ def test_validation_names_are_checked_before_any_text_is_read(tmp_path, monkeypa
 def test_impossible_names_of_hub_documents_are_refused_before_reading(monkeypatch):
     monkeypatch.setattr("data.sources.documents", None)
     hub = {"source": "hub", "repo": "someone/stories", "validation": ["validation.jsonl"]}
-    with pytest.raises(ValueError, match="jsonl is no document name of the Hub, such as someone/stories:0:17"):
+    with pytest.raises(ValueError, match="jsonl is not a document of the Hub, such as someone/stories:0:17"):
         prepare(replace(FILES, **hub), BYTES)
 
 

@@ -435,7 +435,7 @@ def test_special_tokens_of_a_tokenizer_json_are_given_by_name(tmp_path, llama_to
     with pytest.raises(ValueError, match="no special token <pad>: there are <unk>, <s>, </s>"):
         read_json(path, None, "<pad>")
     path.write_text("{}")
-    with pytest.raises(ValueError, match="is no valid tokenizer.json"):
+    with pytest.raises(ValueError, match="is not a valid tokenizer.json"):
         read_json(path, None, "</s>")
 
 
@@ -449,7 +449,7 @@ def test_a_byte_order_mark_before_a_tokenizer_json_is_dropped(tmp_path, llama_to
 @pytest.mark.parametrize(
     ("pattern", "message"),
     [
-        ("(", "is no regular expression, got '\\('"),
+        ("(", "is not a valid regular expression, got '\\('"),
         ("", "at least one character"),
         ("^", "at least"),
         ("(?=a)", "at least"),
