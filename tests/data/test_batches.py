@@ -92,7 +92,7 @@ def test_a_stream_is_the_batches_in_order():
     assert len(found) == 6
     for step, (count, batch) in enumerate(found, 3):
         assert count == 40
-        assert all(torch.equal(batch[name], some) for name, some in batches.batch(step).items())
+        assert all(torch.equal(batch[name], expected) for name, expected in batches.batch(step).items())
 
 
 # --- packed documents -----------------------------------------------------------------------------------------------
@@ -152,7 +152,7 @@ def test_documents_that_fit_a_row_are_not_cut():
 
 def test_a_packed_row_gives_the_logits_and_loss_of_its_documents(small):
     documents, model = packed(seq_len=16), small(vocab_size=10_000)
-    rows = {name: torch.from_numpy(some) for name, some in documents.rows(np.arange(documents.count)).items()}
+    rows = {name: torch.from_numpy(array) for name, array in documents.rows(np.arange(documents.count)).items()}
     targets = rows.pop("targets")
     logits, total = model(**rows), 0.0
     for row in range(documents.count):
@@ -203,6 +203,6 @@ def test_ranks_share_a_batch_in_equal_parts(ranks):
     source = Windows(row(1000), 10, 0)
     whole = Batches(source, 4).batch(7)
     parts = [Batches(source, 4, rank, ranks).batch(7) for rank in range(ranks)]
-    assert all(torch.equal(torch.cat([part[name] for part in parts]), some) for name, some in whole.items())
+    assert all(torch.equal(torch.cat([part[name] for part in parts]), expected) for name, expected in whole.items())
     with pytest.raises(ValueError, match="a batch of 4 rows .* cannot be divided equally among 3 ranks"):
         Batches(source, 4, 0, 3)

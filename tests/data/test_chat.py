@@ -183,7 +183,7 @@ def test_the_loss_of_packed_rows_is_that_of_each_answer_alone():
 def test_a_stream_counts_the_same_targets():
     write([{"messages": messages(turns)} for turns in ROWS])
     corpus = prepare(settings_of(), BYTES)
-    ids, loss_mask = (some.read(0, len(corpus.train)) for some in (corpus.train, corpus.train.loss_mask))
+    ids, loss_mask = (part.read(0, len(corpus.train)) for part in (corpus.train, corpus.train.loss_mask))
     batch = make_batches(corpus, rows=3, seq_len=16, seed=1).batch(0)
     for tokens, targets in zip(batch["tokens"].tolist(), batch["targets"].tolist(), strict=True):
         at = next(i for i in range(len(ids)) if ids[i : i + 16].tolist() == tokens)

@@ -41,7 +41,7 @@ WRONG = {
     "binary": (bytes(range(256)), "whole.json is damaged: Invalid JSON"),
     "not UTF-8": ('{"parts": {"ä": {"size": 3}}}'.encode("latin-1"), "whole.json is damaged: Invalid JSON"),
     "deep": (b"[" * 100_000, "whole.json is damaged: Invalid JSON: recursion limit"),
-    "deep where a part stands": (b'{"parts": ' * 100_000, "whole.json is damaged: "),
+    "too deep inside a part": (b'{"parts": ' * 100_000, "whole.json is damaged: "),
     "of another kind": (b"5", "whole.json is damaged: it should be an object, got 5"),
     "without a key": (b'{"parts": {"a": {}}}', "whole.json is damaged: parts.a.size is missing"),
     "null": (b'{"parts": null}', "whole.json is damaged: parts should be an object, got None"),

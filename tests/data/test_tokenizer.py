@@ -96,9 +96,9 @@ def test_special_tokens_come_last_and_are_parsed_only_if_set():
     names = ["<|endoftext|>", "<|user|>", "<|bot|>"]
     tokenizer, asked = (train_bpe([TEXT], 302, PATTERN, names, parse) for parse in (False, True))
     text = "<|user|>To be?<|bot|>Not.<|endoftext|>x"
-    for some in (tokenizer, asked):
-        assert some.vocab_size == 302
-        assert some.special == {"<|endoftext|>": 299, "<|user|>": 300, "<|bot|>": 301}
+    for either in (tokenizer, asked):
+        assert either.vocab_size == 302
+        assert either.special == {"<|endoftext|>": 299, "<|user|>": 300, "<|bot|>": 301}
     assert tokenizer.encode(text).max() < 299
     assert tokenizer.decode(tokenizer.encode(text)) == text
     expected = [300, *asked.encode("To be?"), 301, *asked.encode("Not."), 299, *asked.encode("x")]
