@@ -45,7 +45,7 @@ class Tokenizer(ABC):
         return np.append(ids, ids.dtype.type(self.eos_id))
 
     def documents(self, texts: list[str]) -> np.ndarray:
-        """Returns the concatenated ids of several documents, faster than by one call of `document` each."""
+        """Returns the concatenated ids of several documents; subclasses do this faster than by `document` for each."""
         return np.concatenate([self.document(text) for text in texts])
 
     def document_bounds(self, tokens) -> tuple[np.ndarray, np.ndarray]:
