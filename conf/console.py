@@ -1,7 +1,6 @@
-"""What a command shows, and the signals that end it. Imported before all else, so that Ctrl-C ends imports quietly too.
+"""The output streams of a command, and signals. Imported first, so that Ctrl-C ends the other imports quietly too.
 
-A reader may leave, a terminal close, a disk be full, a console lack a letter: nothing that is only shown ends what is
-being made.
+A pipe or a terminal may close, a disk may be full, a console may lack a character: output alone never ends a run.
 """
 
 import contextlib
@@ -17,11 +16,11 @@ from typing import Any
 STDOUT = "standard output"  # as the file of an OSError
 GONE = (errno.EPIPE, errno.EIO)  # a reader, a terminal
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but line break and tab
+CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # control characters except newline and tab
 
 
 def _leave(number: int, _frame):
-    """Nothing has begun yet: ends at once."""
+    """Exits at once: nothing has started yet."""
     if number == signal.SIGINT:
         os.write(2, b"\ninterrupted\n")
     os._exit(128 + number)
@@ -40,10 +39,10 @@ if sys.argv[0] == "-m" or _program in ("train.py", "inkling"):
 
 
 def hear_signals():
-    """Ctrl-C raises KeyboardInterrupt; SIGTERM, and SIGHUP unless ignored (nohup), SystemExit: 143 and 129."""
+    """Ctrl-C raises KeyboardInterrupt; SIGTERM, and SIGHUP unless ignored (nohup), raise SystemExit: 143 and 129."""
 
     def end(number: int, _frame):
-        signal.signal(number, signal.SIG_DFL)  # a second one ends the process at once
+        signal.signal(number, signal.SIG_DFL)  # a second signal ends the process at once
         sys.exit(128 + number)
 
     if signal.getsignal(signal.SIGINT) is _leave:
@@ -54,10 +53,10 @@ def hear_signals():
 
 
 class Output(io.FileIO):
-    """A descriptor for what is shown: text that cannot be written is dropped, and `error` is why the first was.
+    """A file descriptor for output: text that cannot be written is dropped, and `error` is the first reason.
 
-    With `needed` the error is raised instead. A reader or a terminal that has gone is replaced by os.devnull, for
-    libraries and child processes too; a full disk may have room again. `note` is said on stderr, the first time.
+    With `needed` the error is raised instead. A closed pipe or terminal is replaced by os.devnull, also for libraries
+    and child processes; a full disk may have space again later. `note` is printed on stderr with the first error.
     """
 
     def __init__(self, descriptor: int, needed: bool = False, note: str = ""):
@@ -67,7 +66,7 @@ class Output(io.FileIO):
 
     def write(self, data) -> int:
         try:
-            while (written := super().write(data)) is None:  # others have made it non-blocking
+            while (written := super().write(data)) is None:  # another process has made it non-blocking
                 select.select([], [self], [])
             return written
         except OSError as error:
@@ -86,10 +85,10 @@ class Output(io.FileIO):
 
 
 def guard_output(needed: bool = False, note: str = ""):
-    """Replaces sys.stdout and sys.stderr by streams that show what they can, and never raise.
+    """Replaces sys.stdout and sys.stderr by streams that show what they can and never raise.
 
-    What their encoding lacks is shown as an escape. With `needed`, stdout raises OSError where it cannot be written.
-    A stream that is no descriptor's, of a notebook or a test, is left alone. A closed stdin is an empty one.
+    Characters that their encoding lacks are shown as escapes. With `needed`, stdout raises OSError if it cannot be
+    written. Streams without a file descriptor, as in a notebook or a test, stay. A closed stdin becomes an empty one.
     """
     if sys.stdin is None:
         sys.stdin = open(os.devnull, encoding="utf-8")  # noqa: SIM115
@@ -113,7 +112,7 @@ def guard_output(needed: bool = False, note: str = ""):
 
 
 def check():
-    """OSError where what was to be shown on a guarded stdout is lost; not where its reader has left, who has enough."""
+    """OSError if output on a guarded stdout was lost; not if its reader has closed the pipe."""
     output = getattr(sys.stdout, "buffer", None)
     output = getattr(output, "raw", output)
     if isinstance(output, Output) and output.error is not None and output.error.errno not in GONE:
@@ -121,9 +120,9 @@ def check():
 
 
 def visible(text: str, stream=None) -> str:
-    r"""For a terminal: controls other than line breaks and tabs as escapes (\x1b), for a terminal would obey them.
+    r"""Escapes control characters (\x1b) except newlines and tabs, if `stream` is a terminal, which would obey them.
 
-    Elsewhere the text as it is. `stream` is sys.stdout unless given.
+    For other streams the text is unchanged. The default is sys.stdout.
     """
     if not (stream or sys.stdout).isatty():
         return text

@@ -1,4 +1,4 @@
-"""What train.py and the scripts share: from the command line to a checked config, and from an error to one line."""
+"""Shared by train.py and the scripts: from the command line to a checked config, and from an error to one line."""
 
 import atexit
 import difflib
@@ -30,7 +30,7 @@ from conf.overrides import SHOWN, is_list, kind_of, readable
 from conf.parsing import parse, setting_names, unknown_key
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-MAKERS = ("train", "prepare", "import_hf")  # they make a folder; what the others make is what they print
+MAKERS = ("train", "prepare", "import_hf")  # these write a folder; the result of the others is what they print
 # Hydra's own, and those that a value follows
 OPTIONS = "-h --help --hydra-help --version -r --run -m --multirun --resolve -sc --shell-completion -i --info"
 OPTIONS_WITH_VALUE = "-c --cfg -p --package -cp --config-path -cn --config-name -cd --config-dir --experimental-rerun"
@@ -38,25 +38,25 @@ RUN_NAME = re.compile(r"\d{8}-\d{6}-(.+)-[0-9a-f]{6}")
 
 
 def check_output(setting: str, path: str | Path | None):
-    """ValueError, before any work, where a file that is wanted could not be written."""
+    """ValueError, before any work, if an output file cannot be written."""
     if path is None:
         return
     path = Path(path)
     if not path.parent.is_dir() or path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise ValueError(f"{path} cannot be written: give {setting}=FILE in a folder that is there, or {setting}=null")
+        raise ValueError(f"{path} cannot be written: give {setting}=FILE in an existing folder, or {setting}=null")
 
 
 def newest_run(name: str) -> Path | None:
-    """Of those of that name that hold a checkpoint."""
+    """The newest run of that name that has a checkpoint."""
     runs = [run for run in Path("runs").glob("*") if resumed.has_checkpoints(run)]
     runs = [run for run in runs if (found := RUN_NAME.fullmatch(run.name)) and found[1] == name]
     return max(runs, default=None)
 
 
 def run_dir(resume: str | None, name: str) -> str:
-    """The run's folder: with resume=auto the newest run of that name that holds a checkpoint, else a new one.
+    """The run's folder: with resume=auto the newest run of that name that has a checkpoint, else a new one.
 
-    Of several ranks the first decides; the others get a folder to throw away, until they hear of it.
+    Rank 0 decides; the other ranks get a temporary folder until it tells them.
     """
     if not re.fullmatch(r"[\w.-]+", name):
         raise ValueError(f"name must consist of letters, digits, '.', '_' and '-', got {name!r}")
@@ -70,11 +70,11 @@ def run_dir(resume: str | None, name: str) -> str:
 
 
 def of_checkpoint(path: str | None, name: str):
-    """An argument of a checkpoint's model; or the seq_len that it was trained with, or the folder of its tokenizer."""
+    """An argument of a checkpoint's model, the seq_len of its training, or the folder of its tokenizer."""
     if path is None:
         raise ValueError("a model and tokenizer from_checkpoint need init_from, got null: give init_from=RUN")
     path = os.path.expanduser(path)
-    run = Path(path) if Path(path).is_dir() else Path(path.rpartition(":")[0] or path)  # RUN:best, of one model all
+    run = Path(path) if Path(path).is_dir() else Path(path.rpartition(":")[0] or path)  # RUN:best: all have one model
     folders = [run, *sorted(run.glob("checkpoints/step_*"), reverse=True)]
     folder = next((folder for folder in folders if (folder / "model.json").is_file()), None)
     if folder is None:
@@ -103,20 +103,21 @@ def entry_point(
 ) -> Callable:
     """Decorates `run(cfg)` of an entry point: composes conf/CONFIG_NAME.yaml with the command line and parses it.
 
-    With `actions` it is run(cfg, action): one of these words may come first on the command line; without one it is
-    `default_action`. As a dict `actions` says which settings each of them uses, the one that matters most first; then
-    a setting that the action has no use for is refused, and so is a command line without an action.
-    What follows `--` on the command line becomes the setting `prompt`. Only train.py has a run folder; the other
+    With `actions` it calls run(cfg, action): one of these words may come first on the command line; the default is
+    `default_action`. As a dict, `actions` maps each action to the settings that it uses, the main one first; settings
+    of other actions are then refused, and so is a command line without an action.
+
+    The text after `--` on the command line becomes the setting `prompt`. Only train.py has a run folder; the other
     scripts leave nothing behind. A user's mistake, or a file that cannot be read or written, prints one line and exits
-    2, Ctrl-C exits 130; that a reader of the output leaves is no error, and does not end what is being made. Of several
-    runs (-m) those that fail are named, and do not keep the others from running.
+    with 2; Ctrl-C exits with 130. A closed output pipe is not an error and does not stop a run. Of several runs (-m),
+    failed ones are reported and do not stop the others.
     """
 
     def decorate(run: Callable) -> Callable:
         def main():
-            os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # errors reach us as they are
+            os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # Hydra then raises its errors instead of printing them
             makes = config_name in MAKERS
-            console.guard_output(config_name == "generate", note="going on without" if makes else "")
+            console.guard_output(config_name == "generate", note="continuing without it" if makes else "")
             console.hear_signals()
             _check_ranks()
             text = _cut_text(sys.argv)
@@ -124,14 +125,14 @@ def entry_point(
             if actions and len(sys.argv) > 1 and re.fullmatch(r"\w+", sys.argv[1]):
                 action = sys.argv.pop(1)
                 if action not in actions:
-                    _fail(f"{action} is no action here: it must be one of {', '.join(actions)}")
+                    _fail(f"{action} is not an action: it must be one of {', '.join(actions)}")
             several = not {"-m", "--multirun"}.isdisjoint(sys.argv)
             if config_name != "train" and several:
-                _fail("several runs at once (-m) are for train.py")
+                _fail("only train.py takes several runs (-m)")
             uses = actions[action] if isinstance(actions, dict) and action is not None else (None,)
             begun, failed, process = [], {}, os.getpid()  # of several runs: their numbers, and exit codes
 
-            def checked_run(composed: DictConfig):  # submitit pickles it with all that it refers to
+            def checked_run(composed: DictConfig):  # submitit pickles it with everything that it refers to
                 begun.append(HydraConfig.get().job.num if several else None)
                 try:
                     if isinstance(actions, dict):
@@ -141,7 +142,7 @@ def entry_point(
                     cfg: Any = parse(composed, schema)
                     if text is not None:
                         if not hasattr(cfg, "prompt"):
-                            raise ValueError(f"text after -- has no use here, got {text!r}")
+                            raise ValueError(f"text after -- has no effect here, got {text!r}")
                         cfg = replace(cfg, prompt=text)
                     run(cfg, action) if actions else run(cfg)
                     sys.stdout.flush()
@@ -149,7 +150,7 @@ def entry_point(
                         console.check()
                 except (ValueError, OmegaConfBaseException, OSError) as error:
                     if isinstance(error, BrokenPipeError) and error.filename == console.STDOUT:
-                        return  # whoever read the output, `head` say, has enough
+                        return  # the reader of the output, such as `head`, has closed it
                     if HydraConfig.get().mode != RunMode.MULTIRUN:
                         _fail(one_line(error))
                     say_failed(one_line(error), 2)
@@ -159,13 +160,13 @@ def entry_point(
                     traceback.print_exc()
                     say_failed(type(error).__name__, 1)
                 finally:
-                    _remove_empty_run_folder()  # of a mistake, a dry run, a signal before the first step
+                    _remove_empty_run_folder()  # after a mistake, a dry run, or a signal before the first step
 
             def say_failed(message: str, code: int):
-                """Of one of several runs: the next begins all the same."""
+                """Reports that one of several runs failed; the next one still starts."""
                 job = HydraConfig.get()
                 message = f"job {job.job.num} ({shlex.join(job.overrides.task)}): {message}"
-                if os.getpid() != process:  # of a launcher with processes of its own, which hands errors on
+                if os.getpid() != process:  # in a launcher's own process, which passes errors on
                     raise ValueError(message)
                 _say(message)
                 failed[job.job.num] = code
@@ -193,13 +194,13 @@ def entry_point(
 
 
 def _resumed(composed: DictConfig, schema: type) -> DictConfig:
-    """With the own settings of the run that is to be resumed, where there is one."""
+    """The config with the settings of the run that is resumed, if there is one."""
     job, resume = HydraConfig.get(), OmegaConf.select(composed, "resume")
     if resume is None:
         return composed
     folder = Path(job.runtime.output_dir)
     if resume == "auto" and int(os.environ.get("RANK", 0)) > 0 and not resumed.has_checkpoints(folder):
-        folder = newest_run(composed.name) or folder  # that of rank 0
+        folder = newest_run(composed.name) or folder  # the folder of rank 0
     run = resumed.run_of(str(folder if resume == "auto" else resume))
     if run is None or not resumed.has_checkpoints(run):
         return composed
@@ -207,7 +208,7 @@ def _resumed(composed: DictConfig, schema: type) -> DictConfig:
 
 
 def _cut_text(argv: list[str]) -> str | None:
-    """Removes `--` and what follows from argv; returns the latter joined by single spaces."""
+    """Removes `--` and the words after it from argv; returns these words joined by single spaces."""
     if "--" not in argv:
         return None
     at = argv.index("--")
@@ -217,9 +218,9 @@ def _cut_text(argv: list[str]) -> str | None:
 
 
 def _check_form(arguments: list[str], schema: type, main_setting: str | None):
-    """ValueError for what is neither name=value nor an option of Hydra's: `--name value`, or a word alone.
+    """ValueError for arguments that are neither name=value nor Hydra's options: `--name value`, or a single word.
 
-    It shows the form that these should have; a word alone is taken for a value of `main_setting`.
+    It shows the correct form; a single word is taken for a value of `main_setting`.
     """
     wrong: list[str] = []
     values: dict[str, list[str]] = {}  # of the settings that are meant
@@ -245,7 +246,7 @@ def _check_form(arguments: list[str], schema: type, main_setting: str | None):
         return
     said = f"settings have the form name=value, got {' '.join(wrong)[:SHOWN]}"
     if all("=" in argument for argument in wrong):
-        said = f"settings of train.py belong into overrides, got {' '.join(wrong)[:SHOWN]}"
+        said = f"settings for train.py belong in overrides, got {' '.join(wrong)[:SHOWN]}"
     if unknown := next((name for name in values if name not in names), None):
         if "prompt" in names and not unknown.startswith("-"):
             raise ValueError(f"{said}: a prompt comes last, after --")
@@ -260,31 +261,31 @@ def _check_form(arguments: list[str], schema: type, main_setting: str | None):
 
 
 def _check_uses(action: str | None, actions: dict[str, tuple[str, ...]]):
-    """ValueError where there is no action, or a setting was typed that it has no use for."""
+    """ValueError if there is no action, or for a setting that the action does not use."""
     if action is None:
         raise ValueError(f"an action must come first, one of {', '.join(actions)}")
     for typed in HydraConfig.get().overrides.task:
         name = typed.partition("=")[0].lstrip("+~")
         others = [other for other, uses in actions.items() if name in uses]
         if others and action not in others:
-            raise ValueError(f"{name} has no use for {action}, only for {', '.join(others)}")
+            raise ValueError(f"{name} has no effect with {action}, only with {', '.join(others)}")
 
 
 def _explain(error: Exception, schema: type) -> str:
-    """One line for what Hydra has to say about the command line."""
+    """One line for an error that Hydra found on the command line."""
     message = one_line(error)
     if key := re.search(r"Could not override '([^']+)'", message):
         group, _, setting = key[1].rpartition(".")
         if key[1] in setting_names(schema):
             choices = " or ".join(f"{group}={choice}" for choice in _choices_with(group, setting))
-            return f"{key[1]} is a setting of the group {group}, of which nothing is chosen: give {choices}, too"
+            return f"{key[1]} is a setting of the group {group}, but no {group} is chosen: give {choices} as well"
         return unknown_key(key[1], schema)
     if key := re.search(r"Could not append to config.*? '([^']+)'", message):
         if "already at" in message:
-            return f"{key[1]} is there already: give {key[1]}=... without +"
+            return f"{key[1]} exists already: give {key[1]}=... without +"
         return unknown_key(key[1], schema)
     if setting := re.search(r"Error parsing override '(.*?)' missing EQUAL", message):
-        return f"{setting[1]} is no setting: settings have the form name=value"
+        return f"{setting[1]} is not a setting: settings have the form name=value"
     if choice := re.search(
         r"Could not find '(.+)/(.*?)' Available options in '.*?': (.*?) Config search path", message
     ):
@@ -292,28 +293,28 @@ def _explain(error: Exception, schema: type) -> str:
         near = difflib.get_close_matches(given, options.split(), n=1)
         hint = f": did you mean {near[0]}?" if near else f": there are {', '.join(options.split())}"
         return f"{group}={given} is unknown{hint}"
-    if setting := re.search(r"^(.*) full_key: (\S+)", message):  # of OmegaConf: an interpolation
+    if setting := re.search(r"^(.*) full_key: (\S+)", message):  # from OmegaConf, about an interpolation
         return f"{setting[2]}: {setting[1]}"
     return message
 
 
 def _choices_with(group: str, setting: str) -> list[str]:
-    """The yaml files of a group that have a value for a setting of it."""
+    """The YAML files of a group that have a value for this setting."""
     paths = sorted((REPOSITORY / "conf" / group).glob("*.yaml"))
     return [path.stem for path in paths if re.search(rf"^{setting}:", path.read_text(encoding="utf-8"), re.MULTILINE)]
 
 
 def _check_ranks():
-    """Of the environment, where torchrun says who a process is."""
+    """Checks the environment variables in which torchrun passes the rank of a process."""
     for name, least in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1)):
         value = os.environ.get(name, "1")
         if not (value.isdecimal() and int(value) >= least):
-            os.environ["RANK"] = "0"  # so that it can be said
-            _fail(f"{name} of the environment must be a number from {least}, got {value!r}: unset it, or use torchrun")
+            os.environ["RANK"] = "0"  # so that the error is printed
+            _fail(f"the environment's {name} must be a number from {least}, got {value!r}: unset it, or use torchrun")
 
 
 def one_line(error: Exception) -> str:
-    """What it says; of a file, its path and what is wrong with it."""
+    """The message of an error on one line; for a file its path and the reason."""
     if isinstance(error, OSError) and error.filename and error.strerror:
         return f"{error.filename}: {error.strerror}"
     return " ".join(str(error).split())
@@ -326,16 +327,16 @@ def _fail(message: str):
 
 def _say(mistake: str):
     rank = int(os.environ.get("RANK", 0))
-    if rank > 0:  # if rank 0 has the same to say, torchrun ends this one meanwhile
+    if rank > 0:  # if rank 0 reports the same error, torchrun ends this process meanwhile
         time.sleep(2)
     where = f" on rank {rank}" if rank else ""
     print(console.visible(f"error{where}: {mistake}", sys.stderr), file=sys.stderr)
 
 
 def _remove_empty_run_folder():
-    """Hydra makes a run's folder before anything is checked; only one that run_dir named is ours to remove.
+    """Removes a run folder that is still empty: Hydra makes it before anything is checked.
 
-    Or, of several runs at once, one in it, and it too when none is left.
+    Only folders named by run_dir are removed; of a sweep, the job's folder, and then the sweep's if it is empty too.
     """
     folder = Path(HydraConfig.get().runtime.output_dir)
     of_several = RUN_NAME.fullmatch(folder.parent.name)

@@ -1,6 +1,6 @@
-"""Settings of a command line that Hydra's grammar would refuse: quoted, or given back with the quotes they need.
+"""Settings that Hydra's grammar would refuse: they are quoted, or the error shows them with the quotes they need.
 
-https://hydra.cc/docs/1.3/advanced/override_grammar/basic/ says what it takes without quotes.
+See https://hydra.cc/docs/1.3/advanced/override_grammar/basic/ for what the grammar accepts without quotes.
 """
 
 import re
@@ -12,29 +12,29 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import ChoiceSweep, Override, Quote, QuotedString
 from hydra.errors import HydraException
 
-MOST_ITEMS = 2000  # of a list; the parser's time grows faster than a list does
-SHOWN = 200  # characters of a setting that cannot be read
+MOST_ITEMS = 2000  # in a list; the parser's time grows faster than linearly
+SHOWN = 200  # characters of an invalid setting that an error shows
 IF_ONE = "; or, where the commas belong to one text: "
 
 
 def readable(argument: str, schema: type, several: bool) -> str:
-    """A setting, name=value, as Hydra reads it.
+    """A setting, name=value, in a form that Hydra reads.
 
-    A text is what stands there, also where Hydra's grammar would take it for a number, a list or several values; and so
-    is any other value that the grammar refuses. ValueError, with the setting as it can be pasted into a shell, for what
-    has parts: a list, or in `several` runs the values of each. What is no setting, an option say, stays as it is.
+    A string setting is taken literally, even if Hydra's grammar would read it as a number, a list or several values;
+    so is any other value that the grammar refuses. A list, or the values of `several` runs, that the grammar refuses is
+    a ValueError that shows the setting as it can be pasted into a shell. Options and other words stay as they are.
     A list of plain words or numbers needs no brackets: runs=runs/A,runs/B is runs=[runs/A,runs/B].
     """
     name, equals, value = argument.partition("=")
     if not equals or argument.startswith("-"):
         return argument
-    if any("\ud800" <= letter <= "\udfff" for letter in argument):  # as Python reads bytes that are no text
-        raise ValueError(f"{ascii(argument)[1:-1][:SHOWN]} is no text in UTF-8")
+    if any("\ud800" <= letter <= "\udfff" for letter in argument):  # how Python decodes bytes that are not UTF-8
+        raise ValueError(f"{ascii(argument)[1:-1][:SHOWN]} is not valid UTF-8")
     text = _is_text(name, schema) and not several
     if value.count(",") >= MOST_ITEMS and not text:
         raise ValueError(
-            f"{name} has {value.count(',') + 1:,} items, too many for a command line: write it into a yaml file of "
-            "conf/, as conf/experiment/smoke.yaml, and choose that"
+            f"{name} has {value.count(',') + 1:,} items, too many for a command line: put it into a YAML file in "
+            "conf/, such as conf/experiment/smoke.yaml, and select that"
         )
     override = None if value.count(",") >= MOST_ITEMS else _parsed(argument)
     if override is not None and not several and is_list(name, schema) and _is_simple(override):
@@ -46,17 +46,17 @@ def readable(argument: str, schema: type, several: bool) -> str:
     ways = [f"{name}={way}" for way in ways if _parsed(f"{name}={way}") is not None]
     if not ways:
         if not parts:
-            raise ValueError(f"{argument[:SHOWN]} is no setting: settings have the form name=value")
-        raise ValueError(f"{argument[:SHOWN]} cannot be read: write it into a yaml file of conf/, and choose that")
-    if parts and name != "overrides":  # whose items are settings themselves
+            raise ValueError(f"{argument[:SHOWN]} is not a setting: settings have the form name=value")
+        raise ValueError(f"{argument[:SHOWN]} cannot be read: put it into a YAML file in conf/, and select that")
+    if parts and name != "overrides":  # its items are settings themselves
         raise ValueError(f"{argument} needs quotes: {IF_ONE.join(map(shlex.quote, ways))}")
     return ways[0]
 
 
 def _parsed(argument: str) -> Override | None:
-    """None where the grammar refuses it, or would."""
+    """The parsed setting, or None if the grammar refuses it."""
     if argument.partition("=")[2].startswith(10 * "["):
-        return None  # which Hydra might read, but not compose
+        return None  # Hydra may parse it, but not compose it
     try:
         return OverridesParser.create().parse_override(argument)
     except (HydraException, RecursionError):
@@ -76,9 +76,9 @@ def _is_simple(override: Override) -> bool:
 
 
 def _quoted(parts: str) -> list[str]:
-    """A list, or values separated by commas, with quotes around those that need them; and as one text, commas and all.
+    """A list, or values separated by commas, with quotes around those that need them; and as a single string.
 
-    The latter where there are commas, and no quotes yet that tell which of them separate.
+    The single string is offered if there are commas and no quotes that tell which of them separate items.
     """
     begin, end = ("[", "]") if parts.startswith("[") else ("", "")
     if parts.startswith("{") or not parts.endswith(end) or re.search(r"\]\s*,\s*\[", parts):
@@ -92,7 +92,7 @@ def _quoted(parts: str) -> list[str]:
 
 
 def _split(items: str) -> list[str]:
-    """At commas outside quotes."""
+    """Splits at commas outside quotes."""
     return [item.strip() for item in re.findall(r"""((?:"(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*'|[^,])+)(?:,|$)""", items)]
 
 
@@ -104,7 +104,7 @@ def _as_item(item: str) -> str:
 
 
 def _is_text(name: str, schema: type) -> bool:
-    """Whether the setting is any text: neither a number, nor one of some words, nor a group of settings."""
+    """Whether the setting is a free string: not a number, a choice of words, or a group of settings."""
     return kind_of(name, schema) in (str, str | None)
 
 
@@ -113,7 +113,7 @@ def is_list(name: str, schema: type) -> bool:
 
 
 def kind_of(name: str, schema: type) -> Any:
-    """The type of a setting; None where there is none of that name."""
+    """The type of a setting; None if there is no setting of that name."""
     kind: Any = schema
     for part in name.lstrip("+").split("."):
         kind = get_type_hints(kind).get(part) if is_dataclass(kind) else None

@@ -1,4 +1,4 @@
-"""From what Hydra composed to checked settings, or one line that says what is wrong with which."""
+"""Turns the config that Hydra composed into checked settings, or into a line that says which is wrong, and how."""
 
 import difflib
 import math
@@ -21,7 +21,7 @@ KINDS = {"int": "a whole number", "float": "a number", "bool": "true or false", 
 
 
 def parse(cfg: DictConfig, schema: type[Settings]) -> Settings:
-    """The composed config as `schema`'s dataclass. ValueError names the setting, its value and what was expected."""
+    """The composed config as a `schema` dataclass. ValueError names the setting, its value and what is expected."""
     try:
         values = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
     except MissingMandatoryValue as error:
@@ -35,7 +35,7 @@ def parse(cfg: DictConfig, schema: type[Settings]) -> Settings:
 
 
 def checked(values: Any, schema: Any) -> Any:
-    """The same of what is resolved already."""
+    """The same for a config that is resolved already."""
     try:
         return _adapter(schema).validate_python(_typed(values, schema), extra="forbid")
     except ValidationError as error:
@@ -45,7 +45,7 @@ def checked(values: Any, schema: Any) -> Any:
 
 
 def _typed(value: Any, kind: Any, key: str = "") -> Any:
-    """YAML and a command line know no types: what looks like a number may be a text, and `true` is no number."""
+    """Adjusts the types of YAML and the command line: a number may be meant as a string, and `true` is not a number."""
     if isinstance(value, list):
         return [_typed(one, kind, key) for one in value]
     if isinstance(value, dict):
@@ -62,13 +62,13 @@ def _typed(value: Any, kind: Any, key: str = "") -> Any:
 
 
 def _leaves(kind: Any) -> set[Any]:
-    """The types that a value of this type consists of."""
+    """The types that a type is composed of."""
     parts = [part for part in get_args(kind) if not isinstance(part, str)]
     return set().union(*map(_leaves, parts)) if parts else {kind}
 
 
 def changed(cfg: Any, key: str, value: str) -> Any:
-    """Parsed settings with one of their values set anew, as a command line would; ValueError as from parse."""
+    """Parsed settings with one value changed, as on a command line; ValueError as from parse."""
     if key not in {item.name for item in fields(cfg)}:
         raise ValueError(unknown_key(key, type(cfg)))
     try:
@@ -84,12 +84,12 @@ def _adapter(schema: Any) -> TypeAdapter:
 
 
 def _in_a_line(mistake: Any, schema: type) -> str:
-    """What pydantic found, in the words of this program."""
+    """An error of pydantic's in one line."""
     kind, where, value, more = mistake["type"], mistake["loc"], mistake["input"], mistake.get("ctx", {})
     if kind == "unexpected_keyword_argument":
         return unknown_key(".".join(map(str, where)), schema)
     known, parts = setting_names(schema), [str(part) for part in where]
-    while parts and ".".join(parts) not in known:  # the place in a list, or one of the types that a value might have
+    while parts and ".".join(parts) not in known:  # an index in a list, or a type in a union
         parts.pop()
     key = ".".join(parts)
     if kind == "missing":
@@ -120,27 +120,27 @@ def _in_a_line(mistake: Any, schema: type) -> str:
 
 
 def _with_group(message: str, group: str, schema: type) -> str:
-    """What a group's own rule says of its settings, with the group's name before theirs."""
+    """The message of a group's own rule, with the group's name before its settings' names."""
     own = {name.rpartition(".")[2] for name in setting_names(schema) if group and name.startswith(f"{group}.")}
     names = "|".join(name if "_" in name else f"{name}(?==)|^{name}" for name in sorted(own, key=len, reverse=True))
     return re.sub(rf"(?<![\w.])({names})\b", rf"{group}.\1", message) if own else message
 
 
 def unknown_key(key: str, schema: type) -> str:
-    """The message for a setting that does not exist, with the nearest that does."""
+    """The message for a setting that does not exist, with the nearest existing name."""
     known = setting_names(schema)
     group, dot, last = key.rpartition(".")
     if (current := f"{group}{dot}{older.NAMES.get(last)}") in known:
         return f"unknown setting {key}: it is called {current} now"
     near = difflib.get_close_matches(key, known, n=1, cutoff=0.75)
-    if not near:  # the last part of a name, or the right one in another group
+    if not near:  # only the last part of a name, or in another group
         by_last = {name.split(".")[-1]: name for name in sorted(known, key=lambda name: -name.count("."))}
         near = [by_last[last] for last in difflib.get_close_matches(key.split(".")[-1], by_last, n=1)]
     return f"unknown setting {key}: " + (f"did you mean {near[0]}?" if near else "--help lists all there are")
 
 
 def setting_names(schema: type) -> list[str]:
-    """Of all there are, each with those of the groups that it is in, and the groups themselves."""
+    """All settings by their dotted names, and the groups themselves."""
     return list(_names(schema))
 
 

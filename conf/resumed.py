@@ -1,4 +1,4 @@
-"""A run that is resumed has its own settings, those of its config.yaml, and over them what the command line says."""
+"""A resumed run keeps the settings in its config.yaml, except those given on the command line."""
 
 import re
 from collections.abc import Iterator
@@ -15,8 +15,8 @@ from omegaconf.errors import OmegaConfBaseException
 from data.older import renamed
 
 CONF = Path(__file__).resolve().parent
-OF_A_START = ("resume", "init_from", "stop_after", "dry_run")  # of one start of a run, not of the run
-INSTEAD = {"steps": "epochs", "epochs": "steps"}  # who gives one does not want the other
+OF_A_START = ("resume", "init_from", "stop_after", "dry_run")  # apply to one start of a run, not to the run
+INSTEAD = {"steps": "epochs", "epochs": "steps"}  # one replaces the other
 
 
 def has_checkpoints(run: Path) -> bool:
@@ -24,7 +24,7 @@ def has_checkpoints(run: Path) -> bool:
 
 
 def run_of(checkpoint: str) -> Path | None:
-    """The run folder that RUN, RUN:best, RUN:1200 or a step folder is of; None where there is no config.yaml."""
+    """The run folder of RUN, RUN:best, RUN:1200 or a step folder; None if it has no config.yaml."""
     path = Path(expanduser(checkpoint))
     if not path.is_dir() and (named := re.fullmatch(r"(.+):(best|\d+)", str(path))):
         path = Path(named[1])
@@ -32,7 +32,7 @@ def run_of(checkpoint: str) -> Path | None:
 
 
 def in_place(arguments: list[str]) -> list[str]:
-    """The command line of train.py, where resume=RUN without another name or folder resumes that run, as auto would."""
+    """The command line of train.py, with resume=RUN turned into resume=auto in RUN unless a name or folder is set."""
     given = dict(argument.partition("=")[::2] for argument in arguments)
     path = given.get("resume", "").strip("'\"")
     run = Path(expanduser(path))
@@ -44,10 +44,10 @@ def in_place(arguments: list[str]) -> list[str]:
 
 
 def with_its_own(composed: DictConfig, typed: list[str], run: Path, schema: type) -> DictConfig:
-    """The composed config with the run's own settings in the place of what was not typed.
+    """The composed config with the run's own settings, except those in `typed`, the command line.
 
-    typed: the command line. A group that was chosen there, or an experiment, is as it was chosen. A setting that there
-    was not yet when the run began is as composed.
+    A group or an experiment that is chosen there replaces the run's settings. Settings that did not exist yet when the
+    run started are as composed.
     """
     try:
         own = OmegaConf.load(run / "config.yaml")
@@ -68,7 +68,7 @@ def with_its_own(composed: DictConfig, typed: list[str], run: Path, schema: type
 
 
 def _settings(schema: type) -> Iterator[str]:
-    """All, by their dotted names."""
+    """All settings, by their dotted names."""
     for item in fields(schema):
         if is_dataclass(item.type):
             yield from (f"{item.name}.{one.name}" for one in fields(item.type))
@@ -77,7 +77,7 @@ def _settings(schema: type) -> Iterator[str]:
 
 
 def _typed(arguments: list[str]) -> Iterator[str]:
-    """The settings, and the groups, that a command line sets; those of an experiment, too."""
+    """The settings and groups that a command line sets, including those of an experiment."""
     for override in OverridesParser.create().parse_overrides(arguments):
         key = override.key_or_group
         yield key

@@ -1,6 +1,6 @@
-"""All settings of train.py: those of its parts, each with its own types and rules, and the rules between them.
+"""All settings of train.py: those of its components, each with its types and rules, and the rules between them.
 
-No defaults here: a value is written once, in YAML.
+There are no defaults here: each value is written once, in YAML.
 """
 
 import re
@@ -26,7 +26,7 @@ Packing = Literal["stream", "documents"]
 
 @dataclass(frozen=True)
 class Train(EngineConfig, GuardConfig):
-    """Everything that `python train.py` can be told."""
+    """The settings of `python train.py`. EngineConfig's and GuardConfig's are on the top level, see their classes."""
 
     name: Name
     steps: Count | None
@@ -61,9 +61,9 @@ class Train(EngineConfig, GuardConfig):
         check_batch("steps", self.steps or 0, self.batch_tokens, self.seq_len)
         if self.attention == "fused" and self.model.soft_cap is not None:
             got = f"got model.soft_cap {self.model.soft_cap}"
-            raise ValueError(f"attention=fused has no soft cap, {got}: take math or auto")
+            raise ValueError(f"attention=fused has no soft cap, {got}: give math or auto")
         if self.seq_len_warmup and self.seq_len % 4:
-            quarter = "seq_len_warmup begins with rows of a quarter of seq_len"
+            quarter = "seq_len_warmup starts with rows of a quarter of seq_len"
             raise ValueError(f"{quarter}, which must be a multiple of 4, got {self.seq_len}")
         if self.seq_len > self.model.max_seq_len:
             both = f"{self.seq_len} and {self.model.max_seq_len}"
@@ -74,7 +74,7 @@ class Train(EngineConfig, GuardConfig):
             raise ValueError(f"micro_batch must divide the {rows} {of}, got {self.micro_batch}")
         if self.init_from is not None and self.resume not in (None, "auto"):
             both = f"{self.resume} and {self.init_from}"
-            raise ValueError(f"a run begins with resume or with init_from, got both: {both}")
+            raise ValueError(f"a run starts from resume or from init_from, got both: {both}")
         a_time = r"(?=.)(\d{1,9}d)?(\d{1,9}h)?(\d{1,9}m)?(\d{1,9}s)?"
         if self.max_time is not None and not re.fullmatch(a_time, self.max_time):
             raise ValueError(f"max_time must look like 3h50m, 90m or 45s, got {self.max_time}")
@@ -82,16 +82,19 @@ class Train(EngineConfig, GuardConfig):
             given = "null and null"
             if self.steps is not None:
                 given = f"{self.steps} and {self.epochs}: set one of them to null"
-            raise ValueError(f"a run is as long as steps or epochs, one of them, says, got {given}")
+            raise ValueError(f"give the length of a run as steps or as epochs, got {given}")
         if self.dry_run and self.steps is None:
             need = f"which epochs={self.epochs} would need"
-            raise ValueError(f"dry_run=true reads no text, {need}: give steps in their place")
+            raise ValueError(f"dry_run=true reads no text, {need}: give steps instead")
         if self.steps is not None:
             self.schedule.check_steps(self.steps)
 
 
 def check_batch(name: str, steps: int, batch_tokens: int, seq_len: int):
-    """ValueError unless a batch is whole rows, and what many of them come to can be counted; `name`: of `steps`."""
+    """ValueError unless batch_tokens is a multiple of seq_len and steps * batch_tokens is not absurd.
+
+    `name`: the setting that `steps` comes from.
+    """
     if steps * batch_tokens > 10**18:
         raise ValueError(f"{name} x batch_tokens must be at most 10^18 tokens, got {steps} x {batch_tokens}")
     if batch_tokens % seq_len:

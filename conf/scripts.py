@@ -17,7 +17,7 @@ Billion = Annotated[int, Ge(1), Le(10**9)]
 
 def _output(value: str) -> str:
     if not value:
-        raise ValueError("must be a file, auto or null, got an empty text")
+        raise ValueError("must be a file, auto or null, got an empty string")
     return expanduser(value)
 
 
@@ -27,7 +27,7 @@ Temperature = Annotated[float, Ge(0), Le(1e6)]
 
 @dataclass(frozen=True)
 class Generate:
-    """Everything that `python -m scripts.generate` can be told."""
+    """The settings of `python -m scripts.generate`."""
 
     checkpoint: PathName
     prompt: Text | None
@@ -57,19 +57,19 @@ class Generate:
         given = [name for name in ("prompt", "prompt_file", "prompts_file") if getattr(self, name) is not None]
         if len(given) > 1 or (self.interactive and given):
             names = ", ".join([*given, *(["interactive"] if self.interactive else [])])
-            raise ValueError(f"one way to give a prompt is enough, got {names} (what follows -- is prompt)")
+            raise ValueError(f"give the prompt in one way only, got {names} (text after -- is prompt)")
         if self.best_of > 1 and self.temperature == 0:
-            needs = "best_of draws different texts: it needs a temperature above 0"
+            needs = "best_of needs different texts, and so a temperature above 0"
             raise ValueError(f"{needs}, got {self.best_of} and 0")
         if self.interactive and (self.num_samples > 1 or self.best_of > 1):
-            raise ValueError("interactive=true writes one text at a time: num_samples and best_of must be 1")
+            raise ValueError("interactive=true generates one text at a time: num_samples and best_of must be 1")
         if "" in self.stop:
-            raise ValueError("stop must hold texts of at least one character, got an empty one")
+            raise ValueError("stop must hold strings of at least one character, got an empty one")
 
 
 @dataclass(frozen=True)
 class Evaluate:
-    """Everything that `python -m scripts.evaluate` can be told."""
+    """The settings of `python -m scripts.evaluate`."""
 
     checkpoint: PathName
     stride: Count | None
@@ -93,12 +93,12 @@ class Evaluate:
         for name in ("json", "plot"):
             path = getattr(self, name)
             if not self.report and path not in (None, "auto"):
-                raise ValueError(f"{name} is of the report, got {path}: give report=true, too")
+                raise ValueError(f"{name} needs report=true, got {name}={path}")
 
 
 @dataclass(frozen=True)
 class Doctor(Train):
-    """Everything that `python -m scripts.doctor` can be told: a run's settings, or a checkpoint that has its own."""
+    """The settings of `python -m scripts.doctor`: a run's settings, or a checkpoint that has its own."""
 
     checkpoint: PathName | None
     json: PathName | None
@@ -106,7 +106,7 @@ class Doctor(Train):
 
 @dataclass(frozen=True)
 class Prepare:
-    """Everything that `python -m scripts.prepare` can be told."""
+    """The settings of `python -m scripts.prepare`."""
 
     shard_index: Annotated[int, Ge(0), Le(10**12)] | None
     num_shards: Million
@@ -134,7 +134,7 @@ class Prepare:
 
 @dataclass(frozen=True)
 class Lessons:
-    """Everything that `python -m scripts.lessons` can be told."""
+    """The settings of `python -m scripts.lessons`."""
 
     plot: PathName | None
     checkpoint: PathName | None
@@ -143,7 +143,7 @@ class Lessons:
 
 @dataclass(frozen=True)
 class ImportHF:
-    """Everything that `python -m scripts.import_hf` can be told."""
+    """The settings of `python -m scripts.import_hf`."""
 
     source: PathName
     target: PathName
@@ -151,7 +151,7 @@ class ImportHF:
 
 @dataclass(frozen=True)
 class Explain:
-    """Everything that `python -m scripts.explain` can be told."""
+    """The settings of `python -m scripts.explain`."""
 
     checkpoint: PathName
     method: Literal[
@@ -173,7 +173,9 @@ class Explain:
 
     def __post_init__(self):
         if self.method in ("swap", "patching") and self.corrupted is None:
-            raise ValueError(f"method={self.method} needs corrupted, a text of as many tokens, got null")
+            raise ValueError(
+                f"method={self.method} needs corrupted, a text with as many tokens as the prompt, got null"
+            )
         uses = {
             "corrupted": ("swap", "patching", "attention", "integrated_gradients"),
             "replacement": ("occlusion", "integrated_gradients", "attention"),
@@ -182,14 +184,14 @@ class Explain:
         }
         for name, methods in uses.items():
             if getattr(self, name) is not None and self.method not in methods:
-                raise ValueError(f"{name} has no use for method={self.method}, only for {', '.join(methods)}")
+                raise ValueError(f"{name} has no effect with method={self.method}, only with {', '.join(methods)}")
         if self.corrupted is not None and self.replacement is not None:
-            raise ValueError("one of corrupted and replacement is enough: got both")
+            raise ValueError("give corrupted or replacement, not both")
 
 
 @dataclass(frozen=True)
 class Runs:
-    """Everything that `python -m scripts.runs` can be told."""
+    """The settings of `python -m scripts.runs`."""
 
     folder: PathName
     runs: list[PathName]
@@ -198,7 +200,7 @@ class Runs:
 
 @dataclass(frozen=True)
 class Benchmark:
-    """Everything that `python -m scripts.benchmark` can be told; scripts/benchmark.py says which of it is for what."""
+    """The settings of `python -m scripts.benchmark`; scripts/benchmark.py says which action uses which."""
 
     json: PathName | None
     rounds: Billion | None

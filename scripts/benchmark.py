@@ -1,4 +1,4 @@
-"""How fast the parts are, beside others in the same run.  python -m scripts.benchmark --help"""
+"""Measures speed, memory and learning next to other programs.  python -m scripts.benchmark --help"""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Says what is wrong with a model, and where.  python -m scripts.doctor checkpoint=runs/NAME"""
+"""Reports what is wrong with a model, and where.  python -m scripts.doctor checkpoint=runs/NAME"""
 
 import json
 import math
@@ -29,9 +29,9 @@ from training.gradients import compute_gradients, gradient_norm
 from training.optimizer import OptimizerConfig, build_optimizer
 from training.step import update
 
-ROWS = 8  # of the batch that is looked at
-CHARACTERS = 2000  # of text that goes through the tokenizer and back
-ITS_OWN = ("checkpoint", "json", "device")  # what may be said besides a checkpoint
+ROWS = 8  # rows of the examined batch
+CHARACTERS = 2000  # characters of text that are encoded and decoded
+WITH_CHECKPOINT = ("checkpoint", "json", "device")  # the settings that may be given with a checkpoint
 
 
 @entry_point("doctor", Doctor)
@@ -41,15 +41,15 @@ def main(cfg: Doctor):
         patient = new_model(cfg)
     else:
         given = [override.lstrip("+~") for override in HydraConfig.get().overrides.task]
-        if unused := [override for override in given if override.split("=")[0].split("@")[0] not in ITS_OWN]:
-            raise ValueError(f"a checkpoint has settings of its own: {unused[0]} has no use beside {cfg.checkpoint}")
+        if unused := [one for one in given if one.split("=")[0].split("@")[0] not in WITH_CHECKPOINT]:
+            raise ValueError(f"a checkpoint has its own settings: {unused[0]} has no effect with {cfg.checkpoint}")
         patient = trained_model(cfg.checkpoint, cfg.device)
     if examine(patient, cfg.json):
         sys.exit(1)
 
 
 def examine(patient: Patient, json_file: str | None = None) -> list[Finding]:
-    """Prints what each check finds, and writes it to a file."""
+    """Prints the findings of each check, and saves them to a file."""
     results = []
     for result in doctor.run(patient):
         results.append(result)
@@ -65,7 +65,7 @@ def examine(patient: Patient, json_file: str | None = None) -> list[Finding]:
 
 
 def new_model(cfg: Doctor) -> Patient:
-    """The model that train.py would begin with, and the first rows of its text."""
+    """The model that train.py would start from, and the first rows of its text."""
     corpus = prepare(cfg.data, cfg.tokenizer)
     corpus.check_length(cfg.seq_len)
     torch.manual_seed(cfg.seed)
@@ -98,12 +98,12 @@ def new_model(cfg: Doctor) -> Patient:
 
 
 def trained_model(path: str, device: str) -> Patient:
-    """A checkpoint's model and tokenizer, on held-out text where its corpus is here, else on text of its own."""
+    """A checkpoint's model and tokenizer, with validation text if its corpus is here, else with generated text."""
     folder = checkpoint.find(path)
     about, device = checkpoint.read_about(folder), auto.choose_device(device)
     model, tokenizer = checkpoint.load_model(folder, device, finite=False), load_tokenizer(folder / "tokenizer")
     seq_len = min(about["seq_len"], model.max_seq_len)
-    text, ids, where = held_out_text(about, folder, tokenizer)
+    text, ids, where = validation_text(about, folder, tokenizer)
     if ids is None:
         beginnings = [[tokenizer.eos_id]] * ROWS
         columns = list(generate(model, beginnings, seq_len, overflow="slide"))
@@ -113,7 +113,7 @@ def trained_model(path: str, device: str) -> Patient:
         checkpoint.check(folder)
         saved = checkpoint.load_training(folder)
         others = dict.fromkeys(("lr_embedding", "lr_head", "lr_norm"), saved["config"]["optimizer"]["lr"])
-        known = others | saved["config"]["optimizer"]  # the first runs had but lr
+        known = others | saved["config"]["optimizer"]  # the oldest runs have only lr
         settings = check_shape(known, OptimizerConfig, f"optimizer in {folder / 'training.pt'}")
         use_what_trains(model, saved["choices"]["attention"], saved["choices"]["kernels"])
     print(f"checkpoint  {folder}, {about['step']} steps")
@@ -131,42 +131,44 @@ def trained_model(path: str, device: str) -> Patient:
 
 
 def use_what_trains(model: GPT, attention: str, kernels: bool):
-    """Gives the model the functions that it learns with, by the choices of its run."""
+    """Makes the model compute with the functions that its run trains with."""
     on_cpu = model.embedding.weight.device.type == "cpu"
     model.use(choose_ops(attention, kernels and on_cpu and build.load("training", warn=print)))
 
 
-def held_out_text(about: dict, checkpoint_folder: Path, tokenizer: Tokenizer) -> tuple[str | None, Tensor | None, str]:
-    """(text, its ids by the checkpoint's own tokenizer, where it is from); None for what is not here."""
+def validation_text(
+    about: dict, checkpoint_folder: Path, tokenizer: Tokenizer
+) -> tuple[str | None, Tensor | None, str]:
+    """(text, its ids in the checkpoint's tokenizer, where it is from); None for what is not available."""
     if (settings := checkpoint.text_of(about, checkpoint_folder)) is None:
-        return None, None, "written by the model: it names none"
+        return None, None, "generated by the model, whose checkpoint names no text"
     known, why = learned_from(about, checkpoint_folder), None
     try:
         folder = corpus_folder(*settings, Path("corpora"))
         corpus = open_corpus(folder) if folder.exists() else known and known.find()
-        why = f"{folder} is not here, scripts.prepare makes it"
+        why = f"{folder} does not exist; scripts.prepare makes it"
     except ValueError as error:
         corpus, why = known and known.find(), error
     if corpus is None:
-        return None, None, f"written by the model: {why}"
+        return None, None, f"generated by the model: {why}"
     folder = corpus.folder
     text = corpus.tokenizer.decode(corpus.validation.read(0, min(len(corpus.validation), 2**14)))
     try:
         ids = torch.from_numpy(tokenizer.encode(text).astype("int64"))
     except ValueError as error:
-        return text[:CHARACTERS], None, f"written by the model: its tokenizer cannot read {folder}: {error}"
-    return text[:CHARACTERS], ids if len(ids) > 1 else None, f"held out in {folder}"
+        return text[:CHARACTERS], None, f"generated by the model, whose tokenizer cannot read {folder}: {error}"
+    return text[:CHARACTERS], ids if len(ids) > 1 else None, f"validation text of {folder}"
 
 
 def rows(ids: Tensor, seq_len: int) -> tuple[Tensor, Tensor]:
-    """tokens and targets (b seq_len), cut from ids in a row; one shorter row where they do not fill one."""
+    """tokens and targets (b seq_len), consecutive rows of ids; a single shorter row if they do not fill one."""
     seq_len = min(seq_len, len(ids) - 1)
     b = min(ROWS, (len(ids) - 1) // seq_len)
     return ids[: b * seq_len].view(b, seq_len), ids[1 : b * seq_len + 1].view(b, seq_len)
 
 
 def training_by(config: OptimizerConfig) -> Callable[[GPT], Callable[[Tensor, Tensor], float]]:
-    """start(model) -> step(tokens, targets) -> loss: training as train.py does it, at the peak of the rate."""
+    """start(model) -> step(tokens, targets) -> loss: training as in train.py, at the initial learning rate."""
 
     def start(model: GPT) -> Callable[[Tensor, Tensor], float]:
         optimizer = build_optimizer(model, config)
@@ -189,14 +191,14 @@ def progress(steps):
 
 
 def as_json(finding: Finding) -> dict:
-    """JSON has no NaN and no infinity: they become words."""
+    """A finding for JSON, which has no NaN and no infinity: they become strings."""
     numbers = {name: getattr(finding, name) for name in ("value", "bound")}
     words = {name: str(x) for name, x in numbers.items() if x is not None and not math.isfinite(x)}
     return asdict(finding) | words
 
 
 def describe(result: Result) -> str:
-    """A line for a check, and a few for each finding."""
+    """A line for the check, and some for each finding."""
     name = f"{result.check:<{max(map(len, CHECKS))}}"
     if result.not_checked is not None:
         return f"{name}  not checked: {result.not_checked}"

@@ -26,7 +26,7 @@ from scripts.terminal import console, warn
 from training import auto, checkpoint, estimate
 from training.evaluation import Evaluation, evaluate, windows
 
-A_TOKEN = 32  # bytes to sort n-grams in, at least
+A_TOKEN = 32  # bytes per token for sorting n-grams, at least
 
 
 @entry_point("evaluate", Evaluate)
@@ -39,7 +39,7 @@ def main(cfg: Evaluate):
         model = pack_for_decoding(model, int8=True, warn=warn)
     tokenizer = load_tokenizer(folder / "tokenizer")
 
-    if cfg.data is not None and cfg.data.source == "files":  # all that is named is meant
+    if cfg.data is not None and cfg.data.source == "files":  # all of the text, not only its validation part
         documents = sources.documents(cfg.data, cache=Path("corpora/downloads"))
         documents = list(documents)
         if not documents:
@@ -49,7 +49,7 @@ def main(cfg: Evaluate):
         name = ", ".join(cfg.data.paths)
     else:
         corpus = trained_on(folder, tokenizer) if cfg.data is None else prepared(folder, tokenizer, cfg.data)
-        text, name = corpus.validation, f"held out in {corpus.folder}"
+        text, name = corpus.validation, f"validation text of {corpus.folder}"
 
     seq_len = about["seq_len"] if cfg.seq_len is None else cfg.seq_len
     stride = seq_len if cfg.stride is None else cfg.stride
@@ -65,7 +65,7 @@ def main(cfg: Evaluate):
     }
     if cfg.report and text.loss_mask is not None:
         raise ValueError(
-            "report=true is about every token of a text, and of conversations only answers count: leave it"
+            "report=true measures every token of a text, but of conversations only answers count: give report=false"
         )
     if cfg.report:
         training = training_text(folder, tokenizer)
@@ -75,8 +75,8 @@ def main(cfg: Evaluate):
     else:
         how |= {"seq_len": seq_len, "stride": stride, "loss_mask": text.loss_mask}
         result = evaluate(model, text.read, len(text), tokenizer.bytes_per_token(), **how)
-    if not math.isfinite(result.nats):  # of finite weights: they multiply to what no number can hold
-        raise ValueError(f"the loss of {folder} is {result.nats}, not finite: did its training diverge?")
+    if not math.isfinite(result.nats):  # finite weights may still overflow
+        raise ValueError(f"the loss of {folder} is {result.nats}, not finite: did the training diverge?")
     print(f"checkpoint     {folder}, {about['step']} steps")
     print(f"text           {name}: {len(text):,} tokens, {result.bytes:,} bytes")
     print(f"windows        {seq_len} tokens, at least {seq_len - stride} of them context")
@@ -92,11 +92,11 @@ def main(cfg: Evaluate):
 
 
 def check_memory(cfg: Evaluate, model: GPT, n_tokens: int, seq_len: int, stride: int):
-    """ValueError where what is asked for needs more than this machine holds; of a GPU torch says it."""
+    """ValueError if the evaluation does not fit into this machine's memory; on a GPU torch reports it."""
     if model.embedding.weight.device.type != "cpu":
         return
     rows = min(cfg.batch, -(-n_tokens // stride))
-    if not cfg.report:  # which cuts its batches
+    if not cfg.report:  # the report splits its batches
         logits = 8 * rows * seq_len * model.vocab_size  # and their log-softmax
         estimate.check_fits(f"batch: {rows:,} windows of {seq_len:,} tokens at once", logits)
         return
@@ -107,23 +107,23 @@ def check_memory(cfg: Evaluate, model: GPT, n_tokens: int, seq_len: int, stride:
 
 
 def trained_on(folder: Path, tokenizer: Tokenizer) -> Corpus:
-    """The corpus that a checkpoint has learned from."""
+    """The corpus that a checkpoint was trained on."""
     about = checkpoint.read_about(folder)
     if (text := checkpoint.text_of(about, folder)) is None:
-        raise ValueError(f"{folder} names no text of its own: give one, as data=files data.paths='[my.txt]'")
+        raise ValueError(f"{folder} does not name its training text: give one, as data=files data.paths='[my.txt]'")
     data, settings = text
-    movable = settings.path is not None  # a file that may be elsewhere by now
+    movable = settings.path is not None  # a file that may have been moved
     return prepared(folder, tokenizer, data, None if movable else settings)
 
 
 def prepared(folder: Path, tokenizer: Tokenizer, data: DataConfig, settings: TokenizerConfig | None = None) -> Corpus:
-    """A corpus in the checkpoint's tokenizer, of which there may be settings other than to take it from there."""
+    """A corpus in the checkpoint's tokenizer; `settings` are the tokenizer's, by default those of the saved one."""
     about = checkpoint.read_about(folder)
-    its_own = about.get("data") or {}  # of an older version some settings are not there
+    its_own = about.get("data") or {}  # older versions lack some settings
     known = learned_from(about, folder) if its_own and its_own.items() <= asdict(data).items() else None
     corpus = prepare(data, saved_tokenizer(folder / "tokenizer") if settings is None else settings, known=known)
     if corpus.tokenizer.fingerprint() != tokenizer.fingerprint():
-        raise ValueError(f"{corpus.folder} has another tokenizer than {folder}: is it the same text?")
+        raise ValueError(f"{corpus.folder} has another tokenizer than {folder}: was the text changed?")
     return corpus
 
 
@@ -131,7 +131,7 @@ def prepared(folder: Path, tokenizer: Tokenizer, data: DataConfig, settings: Tok
 
 
 def training_text(folder: Path, tokenizer: Tokenizer) -> Tokens | None:
-    """None, and a line that says so, where it is not there: that of a model of others, or moved since."""
+    """The training text of a checkpoint; None, with a warning, if it is unknown (an imported model) or gone."""
     try:
         return trained_on(folder, tokenizer).train
     except (ValueError, FileNotFoundError) as error:
@@ -149,7 +149,7 @@ def measure(
     stride: int,
     how: dict,
 ) -> dict:
-    """The figures of the report, for JSON."""
+    """The numbers of the report, for JSON."""
     counts = baseline = None
     figures: dict = {"training_tokens": None}
     if training is not None:
@@ -182,14 +182,14 @@ def measure(
             prompt_tokens=seq_len // 2,
             temperature=cfg.temperature,
             seed=cfg.seed,
-            writing=bar("writing"),
+            writing=bar("generating"),
             searching=bar("looking for copies"),
         )
     return figures
 
 
 def output(cfg: Evaluate, kind: str, folder: Path) -> Path | None:
-    """Where a file of the report goes; ValueError, before any work, where it cannot be written."""
+    """The path of a file of the report, or None; ValueError, before any work, if it cannot be written."""
     path = getattr(cfg, kind)
     if path is None:
         return None
@@ -221,7 +221,7 @@ def save(figures: dict, files: dict[str, Path | None]):
 
 
 def bar(title: str) -> Callable:
-    """Shows how far some items are, on a terminal."""
+    """A progress bar over items, on a terminal."""
     return partial(track, description=title, transient=True, disable=not sys.stderr.isatty())
 
 

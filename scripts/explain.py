@@ -1,4 +1,4 @@
-"""Why a trained model says what it says.  python -m scripts.explain checkpoint=runs/NAME -- To be, or not"""
+"""Explains a prediction of a trained model.  python -m scripts.explain checkpoint=runs/NAME -- To be, or not"""
 
 import json
 from pathlib import Path
@@ -46,7 +46,7 @@ def explain(cfg: Explain):
         try:
             content = json.dumps(facts, ensure_ascii=False, allow_nan=False)
         except ValueError:
-            raise ValueError(f"{cfg.json} is not written: the explanation holds numbers that are not finite") from None
+            raise ValueError(f"{cfg.json} is not written: some numbers of the explanation are not finite") from None
         Path(cfg.json).write_text(content, encoding="utf-8")
     for path in (cfg.plot, cfg.page, cfg.json):
         if path is not None:
@@ -54,7 +54,7 @@ def explain(cfg: Explain):
 
 
 def check_memory(cfg: Explain, model: GPT, s: int):
-    """ValueError where a batch of texts of `s` tokens is more than this machine holds; of a GPU torch says it."""
+    """ValueError if a batch of texts of `s` tokens does not fit into memory; on a GPU torch reports it."""
     gradients = cfg.method == "integrated_gradients"
     texts = min(cfg.batch, max(s, cfg.max_steps) if gradients else s)
     n_bytes = 8 * texts * s * model.config.d_model * (model.config.n_layers if gradients else 1)

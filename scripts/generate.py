@@ -1,4 +1,4 @@
-"""Writes text with a trained model.  python -m scripts.generate checkpoint=runs/NAME -- To be, or not"""
+"""Generates text with a trained model.  python -m scripts.generate checkpoint=runs/NAME -- To be, or not"""
 
 import contextlib
 import json
@@ -31,7 +31,7 @@ from scripts.terminal import warn
 from training import auto, checkpoint, estimate
 from training.compilation import compile_step
 
-A_ROW = 6000  # bytes that a row takes beside numbers: its random generator, its text
+A_ROW = 6000  # bytes of a row besides tensors: its random generator, its text
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "frequency_penalty")
 
 
@@ -59,20 +59,20 @@ def find_prompt(cfg: Generate) -> str:
     if cfg.prompt_file is not None:
         return read_text(cfg.prompt_file)
     if cfg.prompt is None and not sys.stdin.isatty():
-        waiting = threading.Timer(1, warn, ["waiting for a prompt on standard input, to its end; or give one after --"])
+        waiting = threading.Timer(1, warn, ["reading the prompt from standard input; or give one after --"])
         waiting.daemon = True
         waiting.start()
         try:
             return sys.stdin.read().removesuffix("\n")
         except UnicodeDecodeError as error:
-            raise ValueError(f"the prompt, by standard input, is not UTF-8: {error}") from error
+            raise ValueError(f"the prompt on standard input is not UTF-8: {error}") from error
         finally:
             waiting.cancel()
     return cfg.prompt or ""
 
 
 def read_text(path: str) -> str:
-    """Without the line break at its end, which editors put there."""
+    """The text of a file without the final line break, which editors add."""
     try:
         return Path(path).read_text(encoding="utf-8-sig").removesuffix("\n")
     except UnicodeDecodeError as error:
@@ -80,14 +80,14 @@ def read_text(path: str) -> str:
 
 
 class Writer:
-    """A model and its tokenizer, and how long they took since the last report."""
+    """Generates text with a model and its tokenizer, and measures the time since the last report."""
 
     def __init__(self, model: GPT, tokenizer: Tokenizer):
         self.tokenizer, self.model = tokenizer, model
-        self.models = {model.max_seq_len: model}  # and with an extended RoPE
-        self.steps: dict[int, Step] = {}  # compiled, by reach
+        self.models = {model.max_seq_len: model}  # by max_seq_len: this one, and those with an extended RoPE
+        self.steps: dict[int, Step] = {}  # compiled, by max_seq_len
         self.compiled_rows = 0
-        self.rows: list[Continuation] = []  # those of the last write
+        self.rows: list[Continuation] = []  # of the last call of write
         self.slid = False
         self.n_prompt = self.n_first = self.n_later = 0
         self.prompt_seconds = self.later_seconds = 0.0
@@ -101,10 +101,10 @@ class Writer:
     def write(
         self, cfg: Generate, prompts: list[list[int]], seeds: Sequence[int], *, stream: bool = False, longest: int = 0
     ) -> Iterator[list[Continuation]]:
-        """Begins the continuations of prompts, `rows`, and yields them while they grow, at last when all have ended.
+        """Continues prompts: yields the continuations, `rows`, as they grow, and once more when all have ended.
 
-        After each token with `stream` or stop strings, else every 16. `longest` is that of other prompts, for which
-        RoPE is to be extended alike.
+        It yields after every token with `stream` or stop strings, else after every 16th. `longest`: the length of the
+        longest prompt of other batches, so that all batches extend RoPE by the same factor.
         """
         stop = [unescape(text) for text in cfg.stop]
         self.rows = [Continuation(self.tokenizer, prompt, stop) for prompt in prompts]
@@ -124,13 +124,13 @@ class Writer:
         )
         began = time.perf_counter()
         first, last = True, began
-        while some := list(islice(columns, 1 if first or stream else READ_EVERY)):
+        while part := list(islice(columns, 1 if first or stream else READ_EVERY)):
             before = sum(len(row.tokens) for row in self.rows)
-            pairs = torch.stack([torch.stack([token.double(), value.double()], dim=1) for token, value in some])
-            for column in pairs.tolist():  # the one look at the device
+            pairs = torch.stack([torch.stack([token.double(), value.double()], dim=1) for token, value in part])
+            for column in pairs.tolist():  # the only wait for the device
                 for row, (token, value) in zip(self.rows, column, strict=True):
                     if math.isnan(value):
-                        raise ValueError("the model's probabilities are not numbers (NaN): did its training diverge?")
+                        raise ValueError("the model's probabilities are NaN: did the training diverge?")
                     row.push(int(token), value)
             now = time.perf_counter()
             if first:
@@ -149,16 +149,16 @@ class Writer:
         yield self.rows
 
     def check_memory(self, rows: int, longest: int):
-        """ValueError where so many rows at once, with prompts of so many tokens, are more than this machine holds."""
+        """ValueError if `rows` rows at once, with prompts of up to `longest` tokens, do not fit into memory."""
         weight = self.model.embedding.weight
         if weight.device.type != "cpu":
-            return  # where torch says it
+            return  # torch reports it
         slots = min(bucket(longest + 1, self.model.max_seq_len), self.model.max_seq_len)
         a_row = estimate.keys_and_values(self.model, slots) + 16 * self.model.vocab_size + A_ROW
-        estimate.check_fits(f"writing {rows:,} rows at once", rows * a_row)
+        estimate.check_fits(f"generating {rows:,} rows at once", rows * a_row)
 
     def reaching(self, n: int, overflow: str) -> GPT:
-        """The model for n tokens, which is the same unless RoPE is to be extended."""
+        """The model for a context of n tokens: the same, or one with an extended RoPE."""
         if overflow == "extend":
             reach = self.model.max_seq_len
             while reach < n:
@@ -167,19 +167,18 @@ class Writer:
                 n_parameters, n_bytes = estimate.size(
                     self.model.vocab_size, replace(self.model.config, max_seq_len=reach)
                 )
-                estimate.check_fits(f"a RoPE that reaches {reach:,} tokens", n_bytes - estimate.WEIGHT * n_parameters)
+                estimate.check_fits(f"a RoPE for {reach:,} tokens", n_bytes - estimate.WEIGHT * n_parameters)
                 self.models[reach] = self.model.extended(reach)
             return self.models[reach]
         if overflow == "slide" and n > self.model.max_seq_len and not self.slid:
             half = max(1, self.model.max_seq_len // 2)
-            warn(
-                f"longer than the context of {self.model.max_seq_len} tokens: when full, the last {half} are read again"
-            )
+            context = f"the context of {self.model.max_seq_len} tokens"
+            warn(f"longer than {context}: whenever it is full, generation continues from the last {half}")
             self.slid = True
         return self.model
 
     def compiled(self, model: GPT, rows: int) -> Step | None:
-        """The step, compiled when it is first asked for; none for a last batch of fewer rows, which would not pay."""
+        """The compiled step of a model, compiled on first use; None for a last batch of fewer rows."""
         self.compiled_rows = self.compiled_rows or rows
         if rows != self.compiled_rows:
             return None
@@ -190,7 +189,7 @@ class Writer:
         return self.steps[model.max_seq_len]
 
     def report(self, seed: int):
-        speed = f", {self.n_later / self.later_seconds:.1f} tokens/s" if self.n_later else ""
+        speed = f", {self.n_later / self.later_seconds:.1f} tok/s" if self.n_later else ""
         prompt = f"prompt of {self.n_prompt} tokens in {self.prompt_seconds:.2f} s"
         warn(f"{self.n_first + self.n_later} tokens{speed}, {prompt}, seed {seed}")
         self.n_prompt = self.n_first = self.n_later = 0
@@ -202,22 +201,22 @@ def draw_seed(cfg: Generate) -> int:
 
 
 def best(rows: list[Continuation], n: int) -> list[Continuation]:
-    """Of each n the one whose tokens the model finds most likely on average."""
+    """Of every n rows the one with the highest mean log-probability."""
     return [max(rows[i : i + n], key=lambda row: row.mean_log_probability) for i in range(0, len(rows), n)]
 
 
 # --- one prompt -----------------------------------------------------------------------------------------------------
 
 
-class Screen:
-    """Prints texts one below the other: the first as it grows, each other when those before it have ended."""
+class Printer:
+    """Prints texts one after the other: each as it grows, once those before it have ended."""
 
     def __init__(self, prompt: str, n: int):
         self.prompt, self.n = prompt, n
         self.current, self.shown = 0, None
 
     def show(self, rows: list[Continuation], first: int):
-        """Of the rows, which are those from number `first` on, what is new."""
+        """Prints what is new in `rows`, which are the texts from index `first` on."""
         while self.current - first < len(rows):
             row = rows[self.current - first]
             text = row.text
@@ -234,10 +233,10 @@ class Screen:
 
 
 def write_samples(writer: Writer, cfg: Generate, prompt: str):
-    """num_samples of one prompt, `batch` rows side by side; after Ctrl-C with what there is of them."""
+    """Prints num_samples continuations of a prompt, `batch` rows at once; after Ctrl-C what there is of them."""
     ids, seed, n = writer.ids(prompt), draw_seed(cfg), cfg.num_samples * cfg.best_of
     writer.check_memory(min(cfg.batch, n), len(ids))
-    screen, best_yet = Screen(prompt, cfg.num_samples), []  # of a sample some of whose best_of are drawn
+    printer, best_yet = Printer(prompt, cfg.num_samples), []  # best_yet: of a sample whose best_of are not all drawn
     try:
         for start in range(0, n, cfg.batch):
             seeds = range(seed + start, seed + min(start + cfg.batch, n))
@@ -245,7 +244,7 @@ def write_samples(writer: Writer, cfg: Generate, prompt: str):
             try:
                 for rows in writer.write(cfg, [ids] * len(seeds), seeds, stream=cfg.best_of == 1):
                     if cfg.best_of == 1:
-                        screen.show(rows, start)
+                        printer.show(rows, start)
             finally:
                 for row in writer.rows:
                     row.finish()
@@ -253,49 +252,49 @@ def write_samples(writer: Writer, cfg: Generate, prompt: str):
                     for i, row in enumerate(writer.rows, start):
                         best_yet = best([*best_yet, row], 2)
                         if (i + 1) % cfg.best_of == 0:
-                            screen.show(best_yet, i // cfg.best_of)
+                            printer.show(best_yet, i // cfg.best_of)
                             best_yet = []
     finally:
         try:
             if best_yet:  # after Ctrl-C
-                screen.show(best_yet, screen.current)
+                printer.show(best_yet, printer.current)
         finally:
             if writer.n_first:
                 writer.report(seed)
 
 
-# --- a prompt a line ------------------------------------------------------------------------------------------------
+# --- a prompt per line ----------------------------------------------------------------------------------------------
 
 
 def write_lines(writer: Writer, cfg: Generate, lines: list[str]):
-    """For each line num_samples lines of JSON, in order, printed as soon as their batch has ended."""
+    """Prints num_samples lines of JSON for each line, in order, as soon as their batch has ended."""
     seed, reach = draw_seed(cfg), writer.model.max_seq_len
-    prompts = [writer.ids(line) for line in lines]  # what cannot be read is found before any work
+    prompts = [writer.ids(line) for line in lines]  # all at once, so that errors come before any work
     longest = max(map(len, prompts))
     for i, prompt in enumerate(prompts):
         if cfg.overflow == "error" and len(prompt) + cfg.max_new_tokens - 1 > reach:
             raise ValueError(
-                f"line {i + 1}: {len(prompt)} prompt tokens and {cfg.max_new_tokens} new ones are more than "
-                f"max_seq_len {reach} reads: take fewer, or overflow=slide"
+                f"line {i + 1}: {len(prompt)} prompt tokens and {cfg.max_new_tokens} new ones exceed "
+                f"max_seq_len {reach}: give fewer, or overflow=slide"
             )
     n_jobs, at_once = len(lines) * cfg.num_samples, max(1, cfg.batch // cfg.best_of)
     writer.check_memory(min(at_once, n_jobs) * cfg.best_of, longest)
     unicode = sys.stdout.encoding.lower().startswith("utf")
     console = Console(stderr=True)
     try:
-        for start in track(range(0, n_jobs, at_once), "writing", console=console, disable=not sys.stderr.isatty()):
-            some = [job // cfg.num_samples for job in range(start, min(start + at_once, n_jobs))]
-            n, first = len(some) * cfg.best_of, seed + start * cfg.best_of
-            of_batch = [prompts[i] for i in some for _ in range(cfg.best_of)]
+        for start in track(range(0, n_jobs, at_once), "generating", console=console, disable=not sys.stderr.isatty()):
+            jobs = [job // cfg.num_samples for job in range(start, min(start + at_once, n_jobs))]
+            n, first = len(jobs) * cfg.best_of, seed + start * cfg.best_of
+            of_batch = [prompts[i] for i in jobs for _ in range(cfg.best_of)]
             writing = writer.write(cfg, of_batch, range(first, first + n), longest=longest)
             try:
                 for _ in writing:
                     pass
-            finally:  # after Ctrl-C with what there is of them
+            finally:  # after Ctrl-C too: prints what there is
                 for row in writer.rows:
                     row.finish("interrupted")
                 if all(row.tokens for row in writer.rows):
-                    for i, row in zip(some, best(writer.rows, cfg.best_of), strict=True):
+                    for i, row in zip(jobs, best(writer.rows, cfg.best_of), strict=True):
                         line = {"prompt": lines[i], "text": row.text, "tokens": row.tokens}
                         line |= {"log_probabilities": row.log_probabilities, "finish_reason": row.finish_reason}
                         print(json.dumps(line, ensure_ascii=not unicode), flush=True)
@@ -303,18 +302,18 @@ def write_lines(writer: Writer, cfg: Generate, lines: list[str]):
         writer.report(seed)
 
 
-# --- a prompt again and again ---------------------------------------------------------------------------------------
+# --- interactive ----------------------------------------------------------------------------------------------------
 
 TUNABLE = (*SAMPLING, "max_new_tokens", "stop", "seed")
-HELP = f"""What you type continues the text, and the model continues it. Ctrl-C ends what it writes, Ctrl-D everything.
-/reset             begins a new text
-/temperature 0.7   sets it from now on; so do {", ".join(f"/{name}" for name in SAMPLING[1:])},
+HELP = f"""What you type is added to the text, and the model continues it. Ctrl-C stops the model, Ctrl-D quits.
+/reset             starts a new text
+/temperature 0.7   changes the temperature; likewise {", ".join(f"/{name}" for name in SAMPLING[1:])},
                    /max_new_tokens 50, /seed 3 and /stop ["one","two"]
-/help              says this; a line that begins with / is never text"""
+/help              prints this; a line that starts with / is always a command"""
 
 
 def talk(writer: Writer, cfg: Generate):
-    with contextlib.suppress(ImportError):  # edits and remembers lines, where the system has it
+    with contextlib.suppress(ImportError):  # line editing and history, where the system has it
         import readline  # noqa: F401
     warn(HELP)
     text = ""
@@ -331,14 +330,14 @@ def talk(writer: Writer, cfg: Generate):
             if line.startswith("/"):
                 text, cfg = obey(line[1:], text, cfg)
             else:
-                whole = f"{text}\n{line}" if text else line
-                text = whole + write_on(writer, cfg, whole)
+                text = f"{text}\n{line}" if text else line
+                text += continue_text(writer, cfg, text)
         except ValueError as error:
             warn(f"error: {error}")
 
 
 def obey(command: str, text: str, cfg: Generate) -> tuple[str, Generate]:
-    """Does what stands behind a slash -> the text and the settings to go on with."""
+    """Carries out the command after a slash -> the text and the settings from now on."""
     name, _, value = command.strip().partition(" ")
     if name == "reset":
         return "", cfg
@@ -346,15 +345,15 @@ def obey(command: str, text: str, cfg: Generate) -> tuple[str, Generate]:
         warn(HELP)
         return text, cfg
     if name not in TUNABLE:
-        raise ValueError(f"/{name} is unknown: there are /reset, /help, {', '.join(f'/{known}' for known in TUNABLE)}")
+        raise ValueError(f"unknown command /{name}: give /reset, /help, {', '.join(f'/{known}' for known in TUNABLE)}")
     if not value:
         warn(f"{name} is {getattr(cfg, name)}")
         return text, cfg
     return text, changed(cfg, name, value)
 
 
-def write_on(writer: Writer, cfg: Generate, text: str) -> str:
-    """Prints and gives a continuation; after Ctrl-C what there is of it."""
+def continue_text(writer: Writer, cfg: Generate, text: str) -> str:
+    """Prints and returns a continuation; after Ctrl-C what there is of it."""
     seed, shown = draw_seed(cfg), 0
     writing = writer.write(cfg, [writer.ids(text)], [seed], stream=True)
     (row,) = writer.rows

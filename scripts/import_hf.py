@@ -1,4 +1,4 @@
-"""Turns a Llama in the Hugging Face layout into a checkpoint.  python -m scripts.import_hf source=DIR target=DIR"""
+"""Turns a Llama in the Hugging Face format into a checkpoint.  python -m scripts.import_hf source=DIR target=DIR"""
 
 import json
 import re
@@ -18,7 +18,7 @@ from model import GPT, ModelConfig
 from model.positions import rope_frequencies
 from training import checkpoint
 
-# what each matrix and gain is called there, and here; both pair RoPE's dimensions by halves, so rows need no permuting
+# the names of the weights there and here; both pair RoPE's dimensions by halves, so no rows need permuting
 NAMES = {
     r"model\.embed_tokens\.weight": "embedding.weight",
     r"model\.layers\.(\d+)\.input_layernorm\.weight": r"blocks.\1.attention_norm.weight",
@@ -28,14 +28,14 @@ NAMES = {
     r"model\.norm\.weight": "norm.weight",
     r"lm_head\.weight": "head.weight",
 }
-TABLES = r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq"  # RoPE's, which old files carry
-# settings of config.json that change the mathematics, with the values that GPT has; the first is the default
+TABLES = r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq"  # RoPE's tables, which old files contain
+# settings of config.json that change the mathematics, with the values that GPT supports; the first is the default
 EXPECTED = {
     "model_type": ("llama",),
     "hidden_act": ("silu", "swish"),
     "attention_bias": (False,),
     "mlp_bias": (False,),
-    "sliding_window": (None,),  # a Mistral's, whose weights have a Llama's names
+    "sliding_window": (None,),  # Mistral's; its weights have the names of a Llama's
 }
 ROPE = {"partial_rotary_factor": (1.0, None)}
 YARN = {
@@ -73,7 +73,7 @@ def main(cfg: ImportHF):
 def import_llama(source: Path, target: Path) -> Path:
     """Writes the step folder `target`, which must not exist. ValueError names what GPT cannot express."""
     if target.exists():
-        raise ValueError(f"target {target} is there already: take another name")
+        raise ValueError(f"target {target} exists already: choose another name")
     config = read_json(source / "config.json", Config)
     arguments, vocab_size = gpt_arguments(config), _number(config, "vocab_size", int)
     content = json.dumps(read_json(source / "tokenizer.json", dict[str, Any]))
@@ -103,10 +103,10 @@ def import_llama(source: Path, target: Path) -> Path:
 
 
 def gpt_arguments(config: dict) -> dict:
-    """What GPT is to be built with, but for vocab_size, from a Llama's config.json; what is not there is as there."""
+    """The arguments of GPT, except vocab_size, from a Llama's config.json, with transformers' defaults."""
     _check(config, EXPECTED, "config.json's")
     if config.get("quantization_config") is not None:
-        raise ValueError("quantised weights cannot be imported: take the folder with the original ones")
+        raise ValueError("quantised weights cannot be imported: use the folder with the original ones")
     if "model_type" not in config and config.get("architectures") not in (None, ["LlamaForCausalLM"]):
         raise ValueError(f"only a LlamaForCausalLM can be imported, got architectures {config['architectures']}")
     d_model, n_heads = _number(config, "hidden_size", int), _number(config, "num_attention_heads", int)
@@ -133,7 +133,7 @@ def _check(settings: dict, expected: dict[str, tuple], whose: str):
 
 
 def _number(config: dict, name: str, kind: type, default: float | None = None) -> int | float:
-    """A positive number of a config, which may hold anything."""
+    """A positive number from a config; ValueError for anything else."""
     value = config.get(name, default)
     if not isinstance(value, (int, kind)) or isinstance(value, bool) or not 0 < value < 2**63:
         raise ValueError(f"config.json: {name} must be a positive {kind.__name__}, below 2**63, got {value}")
@@ -143,8 +143,8 @@ def _number(config: dict, name: str, kind: type, default: float | None = None) -
 def _rope(config: dict, d_head: int) -> dict:
     """max_seq_len and RoPE's arguments, from rope_parameters (transformers 5) or rope_theta and rope_scaling (4).
 
-    Where something stands twice, transformers' choice is taken: rope_scaling before rope_parameters, rope_theta in
-    them before the one beside, but original_max_position_embeddings beside before the one in them.
+    Where a value is given twice, transformers' choice is followed: rope_scaling before rope_parameters, rope_theta in
+    them before the one on top, but original_max_position_embeddings on top before the one in them.
     """
     rope = {"rope_theta": config.get("rope_theta", 10000.0)}
     rope |= {name: config[name] for name in ROPE if name in config}
@@ -175,14 +175,14 @@ def _rope(config: dict, d_head: int) -> dict:
 
 
 def gpt_names(theirs: dict[str, Any]) -> dict[str, Any]:
-    """What a Llama has under GPT's names; but for tables, which are no weights."""
+    """The entries of a Llama's state dict under GPT's names, without tables, which are not weights."""
     ours = {}
     for name, value in theirs.items():
         if re.fullmatch(TABLES, name):
             continue
         pattern = next((pattern for pattern in NAMES if re.fullmatch(pattern, name)), None)
         if pattern is None:
-            raise ValueError(f"a weight that a Llama does not have: {name}")
+            raise ValueError(f"a Llama has no weight called {name}")
         ours[re.sub(pattern, NAMES[pattern], name)] = value
     return ours
 
@@ -195,23 +195,23 @@ def gpt_weights(theirs: dict[str, Tensor], tied: bool) -> dict[str, Tensor]:
         if not torch.equal(ours.setdefault("head.weight", embedding), embedding):
             raise ValueError(
                 "config.json says tie_word_embeddings=true, but lm_head.weight is not model.embed_tokens.weight: "
-                "say false to take it, or delete it from the file"
+                "set it to false to use lm_head.weight, or delete that from the file"
             )
     return ours
 
 
 def weight_files(source: Path) -> list[Path]:
-    """model.safetensors, or those that an index names. ValueError for both, and for a weight that is in two of them."""
+    """model.safetensors, or the files of an index. ValueError if there are both, or a weight is in two files."""
     whole, index = source / "model.safetensors", source / "model.safetensors.index.json"
     if not index.is_file():
         return [whole]
     if whole.is_file():
-        raise ValueError(f"{source} does not hold its weights once: delete {whole.name} or {index.name}")
+        raise ValueError(f"{source} holds its weights twice: delete {whole.name} or {index.name}")
     names = sorted(set(read_json(index, Index)["weight_map"].values()))
     seen: dict[str, str] = {}
     for file in names:
         if Path(file).name != file:
-            raise ValueError(f"{index}: {file} does not lie beside it")
+            raise ValueError(f"{index}: {file} is not in the same folder")
         for weight in checkpoint.sizes(source / file):
             if seen.setdefault(weight, file) != file:
                 raise ValueError(f"{source}: {weight} is in {seen[weight]} and in {file}")

@@ -12,7 +12,7 @@ from insight.lessons import LESSONS
 from insight.lessons.lesson import Lesson, as_text
 from training import checkpoint
 
-SEEDED = ("mask", "heads", "positions")  # those that train
+SEEDED = ("mask", "heads", "positions")  # lessons that train a model
 
 
 @entry_point("lessons", Lessons, actions=(*LESSONS, "all"))
@@ -22,16 +22,16 @@ def main(cfg: Lessons, action: str | None):
 
 
 def teach(cfg: Lessons, action: str | None) -> bool:
-    """Prints one lesson, all, or without an action what there is; whether every claim held."""
+    """Prints a lesson, or all, or the list of lessons without an action; returns whether every claim holds."""
     if cfg.checkpoint is not None and action != "shapes":
-        raise ValueError(f"checkpoint has a use for the lesson shapes only, got {action}")
+        raise ValueError(f"checkpoint has an effect in the lesson shapes only, got {action}")
     if action is None:
         for name, module in LESSONS.items():
             print(f"{name:10} {about(module)}")
         return True
     names = list(LESSONS) if action == "all" else [action]
     pictures = _pictures(cfg.plot, names)
-    torch.set_num_threads(1)  # small tensors; and the same numbers wherever there are more
+    torch.set_num_threads(1)  # the tensors are small; and the numbers are the same on every machine
     all_hold = True
     for i, name in enumerate(names):
         module, given = LESSONS[name], {}
@@ -48,17 +48,17 @@ def teach(cfg: Lessons, action: str | None) -> bool:
 
 
 def page(name: str, lesson: Lesson) -> str:
-    """What is printed of a lesson."""
+    """The printed form of a lesson."""
     return f"{name}: {about(LESSONS[name])}\n\n{as_text(lesson)}"
 
 
 def about(module) -> str:
-    """What the lesson is about, in a line."""
+    """The subject of a lesson, in a line."""
     return module.__doc__.splitlines()[0]
 
 
 def _pictures(plot: str | None, names: list[str]) -> dict[str, Path]:
-    """Where the picture of each lesson goes."""
+    """The path of each lesson's picture."""
     if plot is None:
         return {}
     pyplot()  # before any work

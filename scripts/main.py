@@ -1,4 +1,4 @@
-"""`inkling NAME ...`, the console command: runs the module of that name as `python -m` would.  inkling --help"""
+"""The console command `inkling NAME ...`: runs the module of that name as `python -m` would.  inkling --help"""
 
 from conf import console  # first: from here on Ctrl-C ends it quietly
 
@@ -23,7 +23,7 @@ COMMANDS = {
     "doctor": "examines a model and says what is wrong with it",
     "lessons": "lessons on attention, measured here",
     "import_hf": "turns a Llama in the Hugging Face layout into a checkpoint",
-    "benchmark": "measures speed, memory and learning, beside other programs",
+    "benchmark": "measures speed, memory and learning next to other programs",
 }
 
 

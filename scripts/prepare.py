@@ -24,7 +24,7 @@ def main(cfg: Prepare, action: str | None):
         cfg = settings_of(Path(cfg.run), cfg)
     data, tokenizer = cfg.data, cfg.tokenizer
     if (cfg.num_shards > 1 or action == "merge") and cfg.data.source in ("tokens", "corpus", "mixture"):
-        raise ValueError(f"data={cfg.data.source} is prepared already: num_shards has no use here")
+        raise ValueError(f"data={cfg.data.source} is already prepared: num_shards has no effect here")
     folder = None
     if cfg.num_shards > 1 or action == "merge":
         folder = prepare.corpus_folder(data, tokenizer, Path("corpora"))
@@ -52,10 +52,10 @@ def main(cfg: Prepare, action: str | None):
         print(line)
     if cfg.verify:
         if cfg.data.source == "tokens":
-            raise ValueError("verify: token files have no checksums")
+            raise ValueError("verify=true needs checksums, which token files do not have")
         for part in [part for part, _ in corpus.mixture] or [corpus]:
             open_corpus(part.folder, full=True)
-            print(f"verified    every shard of {part.folder} has its checksum")
+            print(f"verified    every shard of {part.folder} matches its checksum")
     if cfg.report:
         report(corpus)
     if cfg.export is not None:
@@ -64,16 +64,16 @@ def main(cfg: Prepare, action: str | None):
 
 
 def settings_of(run: Path, cfg: Prepare) -> Prepare:
-    """What decides the batches of a run."""
+    """The settings of a run that determine its batches."""
     if not (run / "config.yaml").is_file():
-        raise ValueError(f"run {run} is no run folder: config.yaml is missing")
+        raise ValueError(f"run {run} is not a run folder: config.yaml is missing")
     trained = parse(OmegaConf.load(run / "config.yaml"), Train)
     names = ("batch_tokens", "seq_len", "packing", "seed", "data", "tokenizer")
     return replace(cfg, **{name: getattr(trained, name) for name in names})
 
 
 def show(corpus: Corpus, cfg: Prepare, order: int = ORDER):
-    """The text of each row of a batch; in packed rows with a line where a document begins."""
+    """Prints the text of each row of a batch; in packed rows each document starts a new line."""
     batches = make_batches(corpus, cfg.batch_tokens // cfg.seq_len, cfg.seq_len, cfg.seed, cfg.packing, order=order)
     batch = batches.batch(cfg.step)
     for row in range(batches.rows):
@@ -87,11 +87,11 @@ def show(corpus: Corpus, cfg: Prepare, order: int = ORDER):
 
 
 def report(corpus: Corpus):
-    """How well the tokenizer fits the text."""
+    """Prints how well the tokenizer fits the text."""
     lengths = corpus.tokenizer.bytes_per_token()
     for name, tokens in (("train", corpus.train), ("validation", corpus.validation)):
         counts = count(tokens, len(lengths))
-        print(f"{name:<11} {counts @ lengths / counts.sum():.3f} bytes a token")
+        print(f"{name:<11} {counts @ lengths / counts.sum():.3f} bytes/token")
         if name == "train":
             used = counts > 0
     longest = Counter({token: int(n) for token, n in enumerate(lengths) if used[token]}).most_common(10)
@@ -100,8 +100,8 @@ def report(corpus: Corpus):
 
 
 def count(tokens: Tokens, vocab_size: int) -> np.ndarray:
-    """How often each token occurs, (vocab_size,)."""
-    return sum(np.bincount(some, minlength=vocab_size) for some in tokens.pieces())
+    """The number of occurrences of each token, (vocab_size,)."""
+    return sum(np.bincount(piece, minlength=vocab_size) for piece in tokens.pieces())
 
 
 if __name__ == "__main__":

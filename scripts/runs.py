@@ -1,4 +1,4 @@
-"""Lists, compares and plots runs, from their folders alone.  python -m scripts.runs --help"""
+"""Lists, compares and plots runs, using only their folders.  python -m scripts.runs --help"""
 
 import time
 from collections.abc import Iterator
@@ -38,20 +38,20 @@ def main(cfg: Runs, action: str):
 
 
 def rows(run: Path) -> list[dict]:
-    """metrics.jsonl of a run folder."""
+    """The rows of a run folder's metrics.jsonl."""
     path = run / "metrics.jsonl"
     if not path.is_file():
-        raise ValueError(f"{run} is no run folder: metrics.jsonl is missing")
+        raise ValueError(f"{run} is not a run folder: metrics.jsonl is missing")
     if not (table := read_rows(path)):
         raise ValueError(f"{path} has no row yet")
     return table
 
 
 def settings(run: Path) -> dict:
-    """config.yaml of a run folder, by dotted names."""
+    """The settings in a run folder's config.yaml, by dotted names."""
     path = run / "config.yaml"
     if not path.is_file():
-        raise ValueError(f"{run} is no run folder: config.yaml is missing")
+        raise ValueError(f"{run} is not a run folder: config.yaml is missing")
     try:
         return dict(_dotted(OmegaConf.to_container(OmegaConf.load(path))))
     except Exception as error:  # of the YAML reader and OmegaConf, of several kinds
@@ -67,7 +67,7 @@ def _dotted(values: dict, prefix: str = "") -> Iterator[tuple]:
 
 
 def name(run: Path) -> str:
-    """A run's own name, or its sweep's and its number."""
+    """The name of a run; of a job of a sweep, the sweep's name and the job's number."""
     path = run.resolve()
     return f"{path.parent.name}/{path.name}" if path.name.isdigit() else path.name
 
@@ -76,21 +76,21 @@ def name(run: Path) -> str:
 
 
 def show_list(folder: Path, console: Console):
-    """A line a run, the newest last; also of the jobs of sweeps."""
+    """Prints a line per run, also for the jobs of sweeps; the newest last."""
     found = [path.parent for pattern in ("*", "*/*") for path in folder.glob(f"{pattern}/metrics.jsonl")]
     if not found:
-        raise ValueError(f"there is no run in {folder}: python train.py makes one")
-    columns = ("steps", "loss", "val", "bits", "params", "ended", "age")
+        raise ValueError(f"there is no run in {folder}: start one with python train.py")
+    columns = ("steps", "loss", "val", "bpb", "params", "ended", "age")
     table, notes = terminal.table("run", *columns, left={"run"}, gap=1), []
     for run in sorted(found, key=lambda run: (run / "metrics.jsonl").stat().st_mtime):
         try:
             line, note = _line(run), describe_best(run)
-        except (ValueError, OSError) as error:  # the other runs are not to be blamed
+        except (ValueError, OSError) as error:  # still list the other runs
             line, note = ["?"], str(error)
         table.add_row(visible(str(run.relative_to(folder))), *line)
         notes += [note] * bool(note)
     console.print(table)
-    console.print("val: the lowest validation loss, bits: bits per byte there")
+    console.print("val: the lowest validation loss; bpb: bits per byte at that step")
     for note in notes:
         console.print(visible(note))
 
@@ -151,7 +151,7 @@ def _age(seconds: float) -> str:
 
 
 def compare(runs: list[Path], console: Console):
-    """The settings that differ, and the last of every figure, side by side."""
+    """Prints the settings that differ, and the last value of every metric, side by side."""
     given = [settings(run) for run in runs]
     figures = [_figures(rows(run)) for run in runs]
     for title, columns in (("setting", given), ("last", figures)):
@@ -186,18 +186,18 @@ def _cell(value, there: bool) -> str:
 
 
 def plot(runs: list[Path], output: Path):
-    """A picture of the loss of some runs, on what they learn from and on held-out text, against tokens."""
+    """Plots the training and validation loss of runs over tokens."""
     figure, axes = pyplot().subplots(figsize=(7, 4))
     for i, run in enumerate(runs):
         table = rows(run)
         table = [row for row in table if "tokens" in row]
-        seen = [(r["tokens"] / 1e6, r["loss"]) for r in table if "loss" in r]  # a step passed over has none
+        seen = [(r["tokens"] / 1e6, r["loss"]) for r in table if "loss" in r]  # skipped steps have none
         axes.plot([x for x, _ in seen], [y for _, y in seen], color=f"C{i}", alpha=0.3, linewidth=1)
-        held_out = [(r["tokens"] / 1e6, r["val_loss"]) for r in table if "val_loss" in r]
+        validated = [(r["tokens"] / 1e6, r["val_loss"]) for r in table if "val_loss" in r]
         last = table[-1].get("val_bpb") if table else None
         label = name(run) + (f", {last:.3f} bits per byte" if last is not None else "")
-        axes.plot([x for x, _ in held_out], [y for _, y in held_out], color=f"C{i}", marker=".", label=label)
-    axes.set(xlabel="million tokens", ylabel="loss, nats per token", title="pale: training, dots: held-out text")
+        axes.plot([x for x, _ in validated], [y for _, y in validated], color=f"C{i}", marker=".", label=label)
+    axes.set(xlabel="million tokens", ylabel="loss, nats per token", title="pale: training, dots: validation")
     axes.grid(alpha=0.3)
     axes.legend()
     figure.tight_layout()

@@ -1,4 +1,4 @@
-"""What the scripts show, in one way: warnings, tables, numbers."""
+"""The output of the scripts: warnings, tables, numbers."""
 
 import sys
 from collections.abc import Collection, Iterable, Sequence
@@ -14,12 +14,12 @@ def warn(text: str):
 
 
 def console() -> Console:
-    """For tables on standard output, which are never folded in a file or a pipe."""
+    """For tables on standard output; their lines are not wrapped in a file or a pipe."""
     return Console(width=None if sys.stdout.isatty() else 1000, highlight=False, markup=False, emoji=False)
 
 
 def table(*columns: str, left: Collection[str], gap: int = 2) -> Table:
-    """Without lines; the columns in `left` are aligned there, the others at the right."""
+    """A table without rules; the columns in `left` are left-aligned, the others right-aligned."""
     empty = Table(box=None, pad_edge=False, padding=(0, gap, 0, 0))
     for column in columns:
         empty.add_column(column, justify="left" if column in left else "right", overflow="fold")

@@ -24,19 +24,19 @@ TRAIN = str(REPOSITORY / "train.py")
         ([TRAIN, "model.n_heads=7"], "model.d_model must be a multiple of model.n_heads"),
         ([TRAIN, "steps"], "steps"),
         ([TRAIN, "model=1.5"], "Config group override must be a string"),
-        ([TRAIN, "--", "hello"], "text after -- has no use here, got 'hello'"),
+        ([TRAIN, "--", "hello"], "text after -- has no effect here, got 'hello'"),
         ([TRAIN, "resume=nowhere"], "there is no checkpoint at nowhere"),
         (["-m", "scripts.generate", "checkpoint=nowhere"], "there is no checkpoint at nowhere"),
         (["-m", "scripts.generate"], "checkpoint is needed"),
         (["-m", "scripts.generate", "checkpoint=nowhere", "--", "${x} ???"], "there is no checkpoint at nowhere"),
-        (["-m", "scripts.generate", "-m", "checkpoint=x", "seed=1,2"], "(-m) are for train.py"),
+        (["-m", "scripts.generate", "-m", "checkpoint=x", "seed=1,2"], "only train.py takes several runs (-m)"),
         ([TRAIN, "data.paths=[ü.txt]"], """data.paths=[ü.txt] needs quotes: 'data.paths=["ü.txt"]'"""),
         ([TRAIN, "resume=runs/ü,lr=0.1(x)"], "there is no checkpoint at runs/ü,lr=0.1(x)"),
         ([TRAIN, "name=${"], "name"),
-        ([TRAIN, "+steps=3"], "steps is there already: give steps=... without +"),
+        ([TRAIN, "+steps=3"], "steps exists already: give steps=... without +"),
         ([TRAIN, "hydra.run.dir=${nope}"], "hydra.run.dir: Interpolation key 'nope' not found"),
         ([TRAIN, "experiment="], "experiment= is unknown: there are finetune, fineweb_124m, smoke, tinyshakespeare"),
-        (["-m", "scripts.evaluate", "checkpoint=x", "data.paths=[x]"], "give data=files or data=repository, too"),
+        (["-m", "scripts.evaluate", "checkpoint=x", "data.paths=[x]"], "give data=files or data=repository as well"),
         (["-m", "scripts.evaluate", "checkpoint=."], "there is no checkpoint in .: no checkpoints/step_* in it"),
         (["-m", "scripts.prepare", "data=files", "data.paths=[x.txt]"], "data.paths: no file matches x.txt"),
     ],
@@ -188,7 +188,7 @@ def test_an_environment_that_names_no_rank_is_one_line(name, value):
     result = command(TRAIN, "dry_run=true", **{name: value})
     assert result.returncode == 2 and result.stdout == ""
     assert result.stderr.count("\n") == 1
-    assert f"error: {name} of the environment must be a number from" in result.stderr and repr(value) in result.stderr
+    assert f"error: the environment's {name} must be a number from" in result.stderr and repr(value) in result.stderr
 
 
 @pytest.mark.parametrize("content", ["[" * 100_000, "", "[]", '{"arguments": 5}', '{"seq_len": ' + "1" * 5000])

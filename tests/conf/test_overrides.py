@@ -84,16 +84,16 @@ def test_a_list_is_given_back_with_quotes_that_a_shell_and_hydra_read_as_it_was_
         ("data.paths=[ü,x.txt]", """'data.paths=["ü",x.txt]'""" + IF_ONE + """'data.paths=["ü,x.txt"]'"""),
         ("data.paths=[,]", """data.paths=[,] needs quotes: 'data.paths=[","]'"""),
         ("data.paths=[ü,,b]", """needs quotes: 'data.paths=["ü",b]'""" + IF_ONE + """'data.paths=["ü,,b"]'"""),
-        ("data.paths=[ü],[b]", "data.paths=[ü],[b] cannot be read: write it into a yaml file"),
+        ("data.paths=[ü],[b]", "data.paths=[ü],[b] cannot be read: put it into a YAML file"),
         (
             "data.corpora={corpora/ü: 1}",
-            "data.corpora={corpora/ü: 1} cannot be read: write it into a yaml file of conf/",
+            "data.corpora={corpora/ü: 1} cannot be read: put it into a YAML file in conf/",
         ),
         ("steps=[[", "steps=[[ cannot be read"),
-        ("ü=3", "ü=3 is no setting: settings have the form name=value"),
+        ("ü=3", "ü=3 is not a setting: settings have the form name=value"),
         (f"skip_batches=[{'1,' * MOST_ITEMS}1]", "skip_batches has 2,001 items, too many for a command line"),
         ("data.paths=" + "[" * 4000, "cannot be read"),
-        ("data.paths=[\udcff.txt]", "data.paths=[\\udcff.txt] is no text in UTF-8"),
+        ("data.paths=[\udcff.txt]", "data.paths=[\\udcff.txt] is not valid UTF-8"),
     ],
 )
 def test_what_has_parts_is_given_back(given, message):

@@ -117,7 +117,7 @@ def test_the_scripts_settings_compose(settings):
         ("data=files", "data=files needs data.paths"),
         ("data=tokens", "data=tokens needs data.paths"),
         (["data=tokens", "data.paths=[a.ds]"], "needs the tokenizer that made them.*got bpe"),
-        (["data=mixture", "data.corpora={a: 1}", "data.max_tokens=9"], "max_tokens has no use for data=mixture"),
+        (["data=mixture", "data.corpora={a: 1}", "data.max_tokens=9"], "max_tokens has no effect with data=mixture"),
         ("tokenizer.vocab_size=256", "vocab_size must be at least 257, got 256"),
         (["tokenizer.vocab_size=260", "tokenizer.special=[a,b,c,d,e]"], "vocab_size must be at least 261, .* got 260"),
         ("data=mixture", "data=mixture needs data.corpora"),
@@ -125,7 +125,7 @@ def test_the_scripts_settings_compose(settings):
         ("tokenizer=json", "tokenizer=json needs tokenizer.path"),
         ("tokenizer=saved", "tokenizer=saved needs tokenizer.path"),
         (["tokenizer=tiktoken", "tokenizer.encoding=null"], "needs tokenizer.encoding"),
-        ("data.separator=''", "data.separator must have at least one character"),
+        ("data.separator=''", "data.separator must have strings of at least one character"),
         ("data.encoding_errors=ignore", "data.encoding_errors must be one of strict, replace, got ignore"),
         ("tokenizer.special=[]", "tokenizer.special must be different names"),
         (["tokenizer=chars", "tokenizer.parse_special=true"], "tokenizer=bpe, tiktoken or json, got chars: it has"),
@@ -280,7 +280,7 @@ def test_a_run_is_as_long_as_steps_or_as_epochs_say(settings):
     assert (settings().steps, settings().epochs) == (2400, None)
     assert (settings("epochs=0.5").steps, settings("epochs=0.5").epochs) == (None, 0.5)
     for both in (["epochs=2", "steps=10"], ["steps=null"]):
-        with pytest.raises(ValueError, match="steps or epochs, one of them"):
+        with pytest.raises(ValueError, match="as steps or as epochs"):
             settings(*both)
     for path in sorted((REPOSITORY / "conf" / "experiment").glob("*.yaml")):
         shape = ["seq_len=8", "batch_tokens=64", "model=nano", "tokenizer=bytes", "data.paths=[a]"]

@@ -166,8 +166,8 @@ def test_without_its_training_text_there_is_a_report_of_the_rest(trained, run, t
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["json=a.json"], "json is of the report, got a.json: give report=true, too"),
-        (["report=true", "plot=''"], "plot must be a file, auto or null, got an empty text"),
+        (["json=a.json"], "json needs report=true, got json=a.json"),
+        (["report=true", "plot=''"], "plot must be a file, auto or null, got an empty string"),
         (["report=true", "json=nowhere/a.json"], "nowhere/a.json cannot be written: give json=FILE"),
         (["report=true", "json=train.txt/a.json"], "train.txt/a.json cannot be written"),
         (["report=true", "plot=runs"], "runs cannot be written: give plot=FILE"),
@@ -216,7 +216,7 @@ def test_a_model_that_diverged_is_not_measured(trained, run, tmp_path, capsys, r
         run(*arguments, *(["json=figures.json", "plot=null"] if report == "report=true" else []))
     assert end.value.code == 2
     out, error = capsys.readouterr()
-    assert "did its training diverge?" in error and "bits per byte" not in out
+    assert "did the training diverge?" in error and "bits per byte" not in out
     assert not Path("figures.json").exists()
 
 

@@ -221,7 +221,7 @@ def test_the_command_writes_a_checkpoint_that_writes_text(llama, llama_tokenizer
     assert "bits per byte" in result.stdout
     result = run(*evaluate)
     assert result.returncode == 2
-    assert "names no text of its own" in result.stderr
+    assert "does not name its training text" in result.stderr
 
 
 def edit(file, **changes):
@@ -261,7 +261,7 @@ def cut(file):
         (lambda folder: os.remove(folder / "model.safetensors"), "model.safetensors cannot be read"),
         (cut("model.safetensors"), "model.safetensors cannot be read"),
         (cut("tokenizer.json"), "tokenizer.json is damaged: Invalid JSON"),
-        (edit("tokenizer.json", model={"type": "Strange"}), "tokenizer.json is no tokenizer"),
+        (edit("tokenizer.json", model={"type": "Strange"}), "this tokenizer.json cannot be read"),
         (edit("config.json", model_type="gpt2"), "model_type must be llama to be imported, got gpt2"),
         (edit("config.json", attention_bias=True), "attention_bias must be False to be imported, got True"),
         (edit("config.json", head_dim=16), "head_dim.*16 and 32 / 4"),
@@ -282,13 +282,13 @@ def cut(file):
             lambda folder: (folder / "config.json").write_text("[]"),
             "config.json is damaged: it should be an object, got",
         ),
-        (lambda folder: (folder / "model.safetensors.index.json").write_text("{}"), "does not hold its weights once"),
+        (lambda folder: (folder / "model.safetensors.index.json").write_text("{}"), "holds its weights twice"),
         (index({}), "index.json is damaged: weight_map is missing"),
         (index({"weight_map": ["model.safetensors"]}), "index.json is damaged: weight_map should be an object"),
         (index({"weight_map": None}), "index.json is damaged: weight_map should be an object, got None"),
         (index({"weight_map": {"a": 5}}), r"index.json is damaged: weight_map\.a should be a valid string, got 5"),
         (index({"weight_map": {"a": {"b": "c"}}}), r"index.json is damaged: weight_map\.a should be a valid string"),
-        (index({"weight_map": {"a": "../model.safetensors"}}), "safetensors does not lie beside it"),
+        (index({"weight_map": {"a": "../model.safetensors"}}), "safetensors is not in the same folder"),
         (index({"weight_map": {"a": "gone.safetensors"}}), "gone.safetensors cannot be read"),
         (index({"weight_map": {}}), "does not hold what its config.json says"),
         (edit("config.json", rope_scaling=[1, 2]), r"config.json is damaged: rope_scaling should be .*, got \[1, 2\]"),
@@ -308,7 +308,7 @@ def cut(file):
         (edit("config.json", max_position_embeddings=10**14), r"needs [\d,.]+ GiB of memory, this machine has"),
         (edit("config.json", hidden_size=10**30), r"hidden_size must be a positive int, below 2\*\*63"),
         (edit("config.json", vocab_size=300), r"embedding\.weight is \(267, 32\), the model's is \(300, 32\)"),
-        (weights(**{"model.layers.0.self_attn.q_proj.bias": torch.zeros(32)}), "a weight that a Llama does not have"),
+        (weights(**{"model.layers.0.self_attn.q_proj.bias": torch.zeros(32)}), "a Llama has no weight called"),
         (weights(**{"model.layers.7.input_layernorm.weight": torch.ones(32)}), r"blocks\.7\..* the model has none"),
         (
             weights(**{"model.norm.weight": torch.full((32,), torch.nan)}),
@@ -339,7 +339,7 @@ def test_a_head_that_is_missing_is_named(llama, tmp_path):
 def test_nothing_is_overwritten(llama, tmp_path):
     folder, _ = llama()
     (tmp_path / "ours").mkdir()
-    with pytest.raises(ValueError, match="ours is there already"):
+    with pytest.raises(ValueError, match="ours exists already"):
         import_llama(folder, tmp_path / "ours")
 
 

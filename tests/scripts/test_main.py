@@ -40,7 +40,7 @@ def test_help_lists_the_commands_with_a_line_each(monkeypatch, capsys, arguments
     [
         (["trian"], "unknown command trian: did you mean train?"),
         (["xyz"], "unknown command xyz: there are train, generate, "),
-        (["runs"], "there is no run in runs: python train.py makes one"),
+        (["runs"], "there is no run in runs: start one with python train.py"),
         (["runs", "compare", "a", "b"], "settings have the form name=value, got a b: give 'runs=[a,b]'"),
         (["train", "modle.d_model=3"], "unknown setting modle.d_model: did you mean model.d_model?"),
         (["train", "--steps", "3"], "settings have the form name=value, got --steps: give steps=3"),

@@ -27,5 +27,5 @@ def test_the_text_of_a_batch_can_be_shown(run, settings, capsys):
     for row in range(4):
         first = batch["tokens"][row][batch["documents"][row] == 0]
         assert corpus.tokenizer.decode(first.tolist()) in shown
-    with pytest.raises(ValueError, match="nowhere is no run folder: config.yaml is missing"):
+    with pytest.raises(ValueError, match="nowhere is not a run folder: config.yaml is missing"):
         script.settings_of(Path("nowhere"), cfg)

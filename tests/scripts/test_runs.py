@@ -51,7 +51,7 @@ def test_the_list_has_a_line_a_run_also_for_those_of_a_sweep_and_broken_ones(mak
     result = command("-m", "scripts.runs")
     assert result.returncode == 0, result.stderr
     assert table(result.stdout)[:5] == [
-        ["run", "steps", "loss", "val", "bits", "params", "ended", "age"],
+        ["run", "steps", "loss", "val", "bpb", "params", "ended", "age"],
         ["whole", "3/3", "1.0000", "2.2500", "1.125", "1.38M", "yes", "2d"],
         ["sweep/0", "2/3", "2.0000", "-", "-", "-", "no", "2h"],
         ["broken", "1/?", "3.0000", "-", "-", "-", "no", "2m"],
@@ -121,24 +121,24 @@ def test_a_picture_is_made(make, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "there is no run in runs: python train.py makes one"),
+        ([], "there is no run in runs: start one with python train.py"),
         (["list", "folder=elsewhere"], "there is no run in elsewhere"),
         (["list", "elsewhere"], "settings have the form name=value, got elsewhere: give folder=elsewhere"),
-        (["plto"], "plto is no action here: it must be one of list, compare, plot"),
+        (["plto"], "plto is not an action: it must be one of list, compare, plot"),
         (["compare"], "compare needs two runs or more, got none: give runs='[runs/A,runs/B]'"),
         (["compare", "runs=[a]"], "compare needs two runs or more, got a: give"),
         (["compare", "a", "b"], "settings have the form name=value, got a b: give 'runs=[a,b]'"),
-        (["compare", "runs=[a,b]"], "a is no run folder: config.yaml is missing"),
+        (["compare", "runs=[a,b]"], "a is not a run folder: config.yaml is missing"),
         (
             ["plot", "runs=20261201-122516-a-00ff-1"],
-            "20261201-122516-a-00ff-1 is no run folder: metrics.jsonl is missing",
+            "20261201-122516-a-00ff-1 is not a run folder: metrics.jsonl is missing",
         ),
         (
             ["plot", "a", "--output", "x.png"],
             "settings have the form name=value, got a --output: give 'runs=[a]' output=",
         ),
         (["plot", "runs=a", "output=nope/x.png"], "nope/x.png cannot be written: give output=FILE"),
-        (["compare", "runs=[a,b]", "folder=runs"], "folder has no use for compare, only for list"),
+        (["compare", "runs=[a,b]", "folder=runs"], "folder has no effect with compare, only with list"),
     ],
 )
 def test_a_mistake_is_one_line(arguments, message):

@@ -134,7 +134,7 @@ def test_a_run_knows_its_corpus_from_any_folder(run, tmp_path, monkeypatch):
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
     evaluated = command("-m", "scripts.evaluate", f"checkpoint={folder}", "device=cpu")
-    assert evaluated.returncode == 0 and "held out in " in evaluated.stdout, evaluated.stderr
+    assert evaluated.returncode == 0 and "validation text of " in evaluated.stdout, evaluated.stderr
     shown = command("-m", "scripts.prepare", "show", f"run={folder}", "step=1")
     assert shown.returncode == 0 and "times" in shown.stdout, shown.stderr
 
@@ -286,7 +286,7 @@ def test_a_run_can_start_with_the_weights_of_another(run):
     ):
         run("other", *options, "model.d_ff=40", "model.theta=3")
     assert run("started", *options, "model.zero_init=true").is_dir()  # no effect on weights that are loaded
-    with pytest.raises(ValueError, match="resume or with init_from, got both"):
+    with pytest.raises(ValueError, match="resume or from init_from, got both"):
         run("other", *options, f"resume={first}")
     with pytest.raises(ValueError, match="there is no checkpoint at nowhere"):
         run("other", "init_from=nowhere")
