@@ -64,7 +64,7 @@ class DataConfig:
         if self.source == "corpus" and len(self.paths) != 1:
             raise ValueError(f"data=corpus needs one folder, data.paths='[corpora/NAME]', got {self.paths}")
         if self.source in ("tokens", "corpus", "mixture") and self.max_tokens is not None:
-            raise ValueError(f"data.max_tokens has no use for data={self.source}, got {self.max_tokens}")
+            raise ValueError(f"data.max_tokens has no effect with data={self.source}, got {self.max_tokens}")
         if self.separator == "":
             raise ValueError("data.separator must have at least one character, or be null, got an empty string")
         if chat := list(self.chat_columns()):

@@ -9,7 +9,7 @@ hardware = pytest.mark.hardware
 
 
 def test_a_prompt_that_cannot_be_encoded_is_found_before_training(run, tmp_path):
-    with pytest.raises(ValueError, match="sample.prompt: .* has not seen: 'Z'"):
+    with pytest.raises(ValueError, match="sample.prompt: .* does not know the characters 'Z'"):
         run("one", "tokenizer=chars", "sample.prompt=Z")
     assert not (tmp_path / "runs" / "one").exists()
 

@@ -125,7 +125,7 @@ def test_the_scripts_settings_compose(settings):
         ("tokenizer=json", "tokenizer=json needs tokenizer.path"),
         ("tokenizer=saved", "tokenizer=saved needs tokenizer.path"),
         (["tokenizer=tiktoken", "tokenizer.encoding=null"], "needs tokenizer.encoding"),
-        ("data.separator=''", "data.separator must have strings of at least one character"),
+        ("data.separator=''", "data.separator must have at least one character"),
         ("data.encoding_errors=ignore", "data.encoding_errors must be one of strict, replace, got ignore"),
         ("tokenizer.special=[]", "tokenizer.special must be different names"),
         (["tokenizer=chars", "tokenizer.parse_special=true"], "tokenizer=bpe, tiktoken or json, got chars: it has"),

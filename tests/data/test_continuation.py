@@ -107,5 +107,5 @@ class Pieces(ByteTokenizer):
 
 
 def test_an_empty_stop_string_is_refused():
-    with pytest.raises(ValueError, match="strings of at least one character"):
+    with pytest.raises(ValueError, match="must have at least one character"):
         Continuation(ByteTokenizer(), [0], ["a", ""])
