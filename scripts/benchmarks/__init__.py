@@ -1,1 +1,1 @@
-"""What scripts/benchmark.py measures, a file each."""
+"""The benchmarks of scripts/benchmark.py, one file each."""

@@ -1,4 +1,4 @@
-"""data: text to shards, and shards to batches."""
+"""data: from text to shards, and from shards to batches."""
 
 import contextlib
 import io
@@ -17,7 +17,7 @@ from scripts.benchmarks.measure import alternate, prepared, table
 
 
 def data(source: str, megabytes: int, rounds: int) -> list[dict]:
-    """The documents of a source (a choice of the group `data`), over and over, with a BPE trained on them."""
+    """The documents of a source (a choice of the group `data`), repeated, with a BPE trained on them."""
     cfg, corpus = prepared(source, "bpe")
     documents = [d.text for d in sources.documents(cfg.data, Path("corpora/downloads"))]
     size = sum(len(text.encode()) for text in documents)
@@ -40,7 +40,7 @@ def data(source: str, megabytes: int, rounds: int) -> list[dict]:
             return size / 1e6 / (time.perf_counter() - begin)
 
         def theirs() -> float:
-            """Dataset.map in as many processes with the same encoding, then one file, as nanoGPT prepares its data."""
+            """Dataset.map with as many processes and the same encoding, then one file, as nanoGPT prepares its data."""
             import datasets
 
             datasets.disable_progress_bars()
@@ -57,9 +57,9 @@ def data(source: str, megabytes: int, rounds: int) -> list[dict]:
             out = np.memmap(Path(folder) / "theirs.bin", np.uint16, "w+", shape=(sum(rows["length"]),))
             at = 0
             for i in range(parts := min(64, len(rows))):
-                some = np.concatenate(rows.shard(parts, i, contiguous=True).with_format("numpy")["ids"])
-                out[at : at + len(some)] = some
-                at += len(some)
+                part = np.concatenate(rows.shard(parts, i, contiguous=True).with_format("numpy")["ids"])
+                out[at : at + len(part)] = part
+                at += len(part)
             out.flush()
             return size / 1e6 / (time.perf_counter() - begin)
 

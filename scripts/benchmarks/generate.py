@@ -1,4 +1,4 @@
-"""generate: the shape of llama2.c's 15 M model with random weights, beside Hugging Face and llama2.c."""
+"""generate: the shape of llama2.c's 15 M model with random weights, next to Hugging Face and llama2.c."""
 
 import atexit
 import copy
@@ -68,7 +68,7 @@ def generation(
         }
         if peer is not None and rows == 1:
             contestants["llama2.c"] = llama2c(peer, model, new_tokens, threads)
-        for contestant in contestants.values():  # once for nothing: memory, caches
+        for contestant in contestants.values():  # warm-up: memory, caches
             contestant()
         title = f"{rows} rows of {new_tokens} new tokens, {threads} threads"
         found = alternate(rounds, **contestants)
@@ -89,7 +89,7 @@ def generation(
 
 
 def hugging_face(model: GPT):
-    """The same weights in transformers' Llama, whose RoPE pairs dimensions as ours."""
+    """The same weights in transformers' Llama, whose RoPE pairs dimensions as ours does."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     c = model.config
@@ -117,7 +117,7 @@ def continued(other, prompts: torch.Tensor, n: int) -> torch.Tensor:
 
 
 def llama2c(checkout: Path, model: GPT, n: int, threads: int) -> Callable[[], float]:
-    """Its run.c built here with its fastest flags, reading the same weights from a file in its first format."""
+    """llama2.c's run.c, built here with its fastest flags, with the same weights in a file of its first format."""
     folder = Path(tempfile.mkdtemp())
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     flags = ["-Ofast", "-march=native", "-fopenmp"]
@@ -133,7 +133,7 @@ def llama2c(checkout: Path, model: GPT, n: int, threads: int) -> Callable[[], fl
     pieces += [block[f"attention.w{x}.weight"] for x in "vo" for block in blocks]
     pieces += [block["feed_forward_norm.weight"] for block in blocks]
     pieces += [block[f"feed_forward.{x}.weight"] for x in ("gate", "down", "up") for block in blocks]
-    rope = torch.zeros(c.max_seq_len, c.d_model // c.n_heads)  # tables that it skips
+    rope = torch.zeros(c.max_seq_len, c.d_model // c.n_heads)  # RoPE tables, which it skips
     header = [c.d_model, c.d_ff, c.n_layers, c.n_heads, c.n_heads, model.vocab_size, c.max_seq_len]
     with (folder / "model.bin").open("wb") as file:
         file.write(np.array(header, np.int32).tobytes())
@@ -150,7 +150,7 @@ def llama2c(checkout: Path, model: GPT, n: int, threads: int) -> Callable[[], fl
 
 
 def by_position(plain: GPT, small: GPT, steps: dict, far: int, rounds: int) -> dict:
-    """What a token costs behind 100 others and behind `far` others, in microseconds."""
+    """The time of a token after 100 others and after `far` others, in microseconds."""
     contestants = {}
     for name, one in (("inkling", plain), ("inkling int8", small)):
         for position in (100, far):
@@ -170,7 +170,7 @@ def by_position(plain: GPT, small: GPT, steps: dict, far: int, rounds: int) -> d
 
 
 def bandwidth(model: GPT, found: dict[str, list[float]], rows: int, device: str) -> dict:
-    """Bytes of weights read in a second while so many rows are written, beside what reading and copying reaches."""
+    """GB/s of weights read while generating `rows` rows, next to the machine's rates of reading and copying."""
     n = model.n_parameters()
     large = torch.ones(2**26, device=device)
     size = 4 * large.numel()

@@ -1,4 +1,4 @@
-"""learn: how well a model predicts held-out plays after so many seconds, beside nanoGPT, each by its own program."""
+"""learn: the validation loss after a given time, next to nanoGPT, each with its own program."""
 
 import importlib.util
 import json
@@ -24,7 +24,7 @@ from model.functional import cross_entropy
 from scripts.benchmarks.measure import prepared, table
 from training.evaluation import evaluate
 
-# What nanoGPT's README recommends for a CPU; the number of iterations is filled in so that its time is used up
+# nanoGPT's recipe for a CPU, from its README; the number of iterations is chosen to fill the time
 NANOGPT = {"batch_size": 12, "block_size": 64, "n_layer": 4, "n_head": 4, "n_embd": 128, "dropout": 0.0}
 NANOGPT |= {"eval_iters": 20, "log_interval": 10, "compile": False, "device": "cpu", "dtype": "float32"}
 COLORS = {"inkling": "tab:blue", "nanoGPT": "tab:orange"}
@@ -33,10 +33,10 @@ COLORS = {"inkling": "tab:blue", "nanoGPT": "tab:orange"}
 def learning(
     seconds: float, seeds: list[int], source: str, peer: Path | None, overrides: list[str], picture: Path | None
 ) -> list[dict]:
-    """train.py with its defaults and these overrides, and nanoGPT's recipe on the same text as characters."""
+    """Runs train.py with its defaults and these overrides, and nanoGPT's recipe on the same text as characters."""
     runs: dict[str, list[dict]] = {"inkling": []}
     _, characters = prepared(source, "chars")
-    prepared(source, "bpe")  # not on anyone's clock
+    prepared(source, "bpe")  # before the time starts
     root = Path("runs") / f"learn-{time.strftime('%Y%m%d-%H%M%S')}"
     for seed in seeds:
         if peer is not None:
@@ -50,7 +50,7 @@ def learning(
     results = []
     for name, unit in (("val_bpb", "bits per byte"), ("val_loss", "nats per token"), ("seconds", "s")):
         values = {who: [run[name] for run in of_one] for who, of_one in runs.items()}
-        results.append(table(f"held-out text, {source}", unit, values, "nanoGPT" if peer else None, digits=4))
+        results.append(table(f"validation text, {source}", unit, values, "nanoGPT" if peer else None, digits=4))
     print(f"inkling's loss on the last batches {[run['training_loss'] for run in runs['inkling']]}")
     if peer is not None:
         goal = statistics.median(run["val_bpb"] for run in runs["nanoGPT"])
@@ -64,7 +64,7 @@ def learning(
 
 
 def draw(runs: dict[str, list[dict]], path: Path):
-    """Held-out bits per byte against seconds and against tokens."""
+    """Plots validation bits per byte over seconds and over tokens."""
     figure, axes = pyplot().subplots(1, 2, figsize=(9, 3.6), sharey=True, layout="constrained")
     for axis, x, label in ((axes[0], 0, "seconds since the program was started"), (axes[1], 1, "tokens, millions")):
         for who, of_one in runs.items():
@@ -74,7 +74,7 @@ def draw(runs: dict[str, list[dict]], path: Path):
                 axis.plot(at, bits, color=COLORS[who], marker=".", markersize=4, label=who if i == 0 else None)
         axis.set_xlabel(label)
         axis.grid(alpha=0.3)
-    axes[0].set_ylabel("bits per byte, held-out text")
+    axes[0].set_ylabel("bits per byte, validation text")
     axes[0].set_ylim(
         top=min(4.5, max(point[2] for of_one in runs.values() for run in of_one for point in run["curve"]))
     )
@@ -84,7 +84,7 @@ def draw(runs: dict[str, list[dict]], path: Path):
 
 
 def lines(command: list, folder: Path, log: Path) -> Iterator[tuple[float, str]]:
-    """The lines that a command prints, each behind the seconds since it was started; ValueError if it fails."""
+    """Yields (seconds since the start, line) for the output of a command; ValueError if it fails."""
     began = time.perf_counter()
     with log.open("w", encoding="utf-8") as file:
         process = subprocess.Popen(
@@ -98,7 +98,7 @@ def lines(command: list, folder: Path, log: Path) -> Iterator[tuple[float, str]]
 
 
 def ours(overrides: list[str], folder: Path) -> dict:
-    """A run of train.py from its first import to its end -> its seconds, its curve and its last validation."""
+    """Runs train.py, from its first import to its end -> its seconds, its curve and its last validation loss."""
     command = [sys.executable, REPOSITORY / "train.py", "tracking.mode=disabled", f"hydra.run.dir={folder}", *overrides]
     folder.parent.mkdir(parents=True, exist_ok=True)
     curve = []
@@ -119,7 +119,7 @@ def ours(overrides: list[str], folder: Path) -> dict:
 
 
 def nanogpt(checkout: Path, corpus: Corpus, seconds: float, seed: int, folder: Path) -> dict:
-    """A run of nanoGPT's train.py, with the recipe for a CPU from its README, on the same text as characters.
+    """Runs nanoGPT's train.py, with the recipe for a CPU from its README, on the same text as characters.
 
     A short run shows how many iterations fill the time; then the real one, whose learning rate decays over just these.
     """
@@ -132,7 +132,7 @@ def nanogpt(checkout: Path, corpus: Corpus, seconds: float, seed: int, folder: P
     (text / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": corpus.tokenizer.vocab_size}))
     size = corpus.tokenizer.bytes_per_token()[corpus.validation.read(0, len(corpus.validation))].sum()
     bits = len(corpus.validation) / size / math.log(2)  # per byte, for a nat per token
-    # its seed stands as a number in its source
+    # its seed is a number in its source
     source = re.sub(r"manual_seed\(\d+", f"manual_seed({1337 + seed}", (copy / "train.py").read_text())
     (copy / "train.py").write_text(source)
 
@@ -154,7 +154,7 @@ def nanogpt(checkout: Path, corpus: Corpus, seconds: float, seed: int, folder: P
     short, _ = run(1, 10**9)
     longer, _ = run(trial, 10**9)
     per_iteration, evaluations = (longer - short) / (trial - 1), 20
-    iterations = int((seconds - short) / per_iteration * 0.97)  # the rest goes into its evaluations
+    iterations = int((seconds - short) / per_iteration * 0.97)  # the rest of the time is for its evaluations
     took, curve = run(iterations, max(1, iterations // evaluations))
 
     model = Peer(copy)
@@ -175,7 +175,7 @@ def nanogpt(checkout: Path, corpus: Corpus, seconds: float, seed: int, folder: P
 
 
 class Peer(nn.Module):
-    """The best checkpoint of a finished run in a checkout of nanoGPT, called as our models are."""
+    """The best checkpoint of a finished run in a checkout of nanoGPT, with the signature of our models."""
 
     def __init__(self, checkout: Path):
         super().__init__()
@@ -187,5 +187,5 @@ class Peer(nn.Module):
         self.model.load_state_dict(saved["model"])
 
     def forward(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        logits, _ = self.model(tokens, targets.clamp(min=0))  # without targets, it computes the last logits only
+        logits, _ = self.model(tokens, targets.clamp(min=0))  # without targets it computes only the last logits
         return cross_entropy(logits, targets)

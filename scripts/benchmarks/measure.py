@@ -1,4 +1,4 @@
-"""Fair comparisons: everything in turn, medians, and what the machine itself can do."""
+"""Fair comparisons: measurements in turn, medians, and the limits of the machine."""
 
 import contextlib
 import statistics
@@ -20,7 +20,7 @@ from data.prepare import prepare
 
 
 def alternate(rounds: int, **contestants: Callable[[], float]) -> dict[str, list[float]]:
-    """Each contestant's measurements, taken in turn so that a noisy machine is noisy for all."""
+    """The measurements of each contestant, taken in turn, so that noise affects all of them."""
     found: dict[str, list[float]] = {name: [] for name in contestants}
     for i in range(rounds):
         for name, measure in contestants.items():
@@ -30,7 +30,7 @@ def alternate(rounds: int, **contestants: Callable[[], float]) -> dict[str, list
 
 
 def table(title: str, unit: str, found: dict[str, list[float]], against: str | None = None, digits: int = 1) -> dict:
-    """Prints the medians, and how many times that of the contestant `against` each is."""
+    """Prints the medians, and their ratios to the contestant `against`."""
     medians = {name: statistics.median(values) for name, values in found.items()}
     print(f"{title}, {unit}, median (lowest to highest)")
     for name, value in medians.items():
@@ -47,7 +47,7 @@ def synchronise(device: str):
 
 
 def rate(work: Callable[[], object], size: float, device: str, times: int = 5) -> float:
-    """size / 1e9 a second in the fastest of some goes."""
+    """size / 1e9 per second, in the fastest of several tries."""
     found = []
     for _ in range(times):
         began = time.perf_counter()
@@ -73,7 +73,7 @@ def copy_rate(device: str) -> float:
 
 
 def peak_memory(work: Callable[[], object], device: str) -> int:
-    """Bytes that torch has allocated at most during the work, beyond those before."""
+    """The peak of the bytes that torch allocates during the work, beyond those before."""
     if device != "cpu":
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
@@ -87,7 +87,7 @@ def peak_memory(work: Callable[[], object], device: str) -> int:
 
 def prepared(source: str, tokenizer: str) -> tuple[Prepare, Corpus]:
     """The settings and the corpus of a choice of the group `data` and one of `tokenizer`."""
-    if GlobalHydra.instance().is_initialized():  # by the entry point
+    if GlobalHydra.instance().is_initialized():  # from the entry point
         configs = contextlib.nullcontext()
     else:
         configs = initialize_config_dir(str(REPOSITORY / "conf"), version_base="1.3")

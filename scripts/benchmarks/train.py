@@ -1,4 +1,4 @@
-"""train: tokens per second and memory of a training step, beside nanoGPT, Hugging Face's Llama and the machine."""
+"""train: tokens per second and memory of a training step, next to nanoGPT, Hugging Face and the machine's limits."""
 
 import importlib.util
 import statistics
@@ -21,29 +21,29 @@ from training.gradients import compute_gradients, gradient_norm
 from training.optimizer import OptimizerConfig, build_optimizer
 from training.step import update
 
-SHAPES = {  # of models, and of the batches that they get
+SHAPES = {  # of models and their batches
     "small": {"d_model": 128, "n_layers": 4, "n_heads": 4, "vocabulary": 65, "rows": 16, "seq_len": 128},
     "medium": {"d_model": 384, "n_layers": 6, "n_heads": 6, "vocabulary": 65, "rows": 8, "seq_len": 256},
     "gpt2": {"d_model": 768, "n_layers": 12, "n_heads": 12, "vocabulary": 50304, "rows": 16, "seq_len": 1024},
 }
-RATES = dict.fromkeys(("lr", "lr_embedding", "lr_head", "lr_norm"), 1e-3)
+LRS = dict.fromkeys(("lr", "lr_embedding", "lr_head", "lr_norm"), 1e-3)
 
 
 class Shape:
-    """The shape of all contestants' models, and the batch that they learn, on its device."""
+    """The shape of all contestants' models, and their batch, on its device."""
 
     def __init__(
         self, device: str, d_model: int, n_layers: int, n_heads: int, vocabulary: int, rows: int, seq_len: int
     ):
         self.d_model, self.n_layers, self.n_heads, self.vocabulary = d_model, n_layers, n_heads, vocabulary
-        self.d_ff = 8 * round(d_model / 3)  # with three matrices as many weights as two of four times d_model
+        self.d_ff = 8 * round(d_model / 3)  # three matrices with as many weights as two of width 4 d_model
         self.rows, self.seq_len, self.device = rows, seq_len, torch.device(device)
         ids = torch.randint(vocabulary, (rows, seq_len + 1), device=device)
         self.tokens, self.targets = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
 
 
 def training(shape: str, changes: dict, rounds: int, seconds: float, device: str, peer: Path | None) -> list[dict]:
-    """The same work for everyone: forward, backward, gradients clipped to a norm, AdamW; all weights random."""
+    """The same work for all: forward, backward, gradient clipping, AdamW; all weights random."""
     torch.manual_seed(0)
     auto.choose_device(device)
     s = Shape(device, **SHAPES[shape] | changes)
@@ -52,7 +52,7 @@ def training(shape: str, changes: dict, rounds: int, seconds: float, device: str
         began = time.perf_counter()
         try:
             step()
-        except Exception as error:  # a compiler that fails, memory that is not enough: the others go on
+        except Exception as error:  # a failing compiler, too little memory: continue with the others
             print(f"{name} does not run here: {type(error).__name__}: {str(error).splitlines()[0]}")
             del steps[name]
             continue
@@ -78,12 +78,12 @@ def training(shape: str, changes: dict, rounds: int, seconds: float, device: str
     copying = {"copy of 256 MiB": [copy_rate(device)]}
     results.append(table("memory", "GB/s", copying))
     memory = {name: [peak_memory(step, device) / 2**20] for name, step in steps.items()}
-    results.append(table("peak memory of a step, beside weights and optimizer", "MiB", memory, first))
+    results.append(table("peak memory of a step, besides weights and optimizer", "MiB", memory, first))
     return results
 
 
 def lengths(shape: str, seq_lens: list[int], rounds: int, seconds: float, device: str) -> list[dict]:
-    """Our step as rows grow longer and fewer, so that there are as many tokens in each."""
+    """Our step with fewer and longer rows, and as many tokens."""
     torch.manual_seed(0)
     auto.choose_device(device)
     tokens = SHAPES[shape]["rows"] * SHAPES[shape]["seq_len"]
@@ -99,7 +99,7 @@ def lengths(shape: str, seq_lens: list[int], rounds: int, seconds: float, device
 
 
 def milliseconds(step: Callable, seconds: float, device: str) -> Callable[[], float]:
-    """Of a step, over so many seconds."""
+    """Measures the milliseconds of a step, over `seconds` seconds."""
 
     def measure() -> float:
         done, began = 0, time.perf_counter()
@@ -113,7 +113,7 @@ def milliseconds(step: Callable, seconds: float, device: str) -> Callable[[], fl
 
 
 def contestants(s: Shape, peer: Path | None):
-    """Name and step of each, one after the other: what one needs is built in its first step."""
+    """Yields the name and step of each contestant, one after the other, as each is built in its first step."""
     if peer is not None:
         yield "nanoGPT, as it runs", nanogpt(s, peer)
     for precision in dict.fromkeys(["fp32", auto.choose_precision(s.device)]):
@@ -130,7 +130,7 @@ def plain_model(s: Shape) -> GPT:
 
 
 def inkling(s: Shape, precision: str, how: str) -> Callable[[], object]:
-    """`how`: eager, compiled, or by the kernels for a CPU."""
+    """`how`: eager, compiled, or kernels (on a CPU)."""
     model = plain_model(s)
     if how == "kernels" and not build.load("training", warn=print):
         raise ValueError("the kernels cannot be built")
@@ -138,7 +138,7 @@ def inkling(s: Shape, precision: str, how: str) -> Callable[[], object]:
     model.use(choose_ops(attention, how == "kernels"))
     autocast, forward = auto.autocast(s.device, precision), None
     batch = {"tokens": s.tokens, "targets": s.targets}
-    config = OptimizerConfig("adamw", **RATES, betas=[0.9, 0.99], eps=1e-8, weight_decay=0.1)
+    config = OptimizerConfig("adamw", **LRS, betas=[0.9, 0.99], eps=1e-8, weight_decay=0.1)
     optimizer = build_optimizer(model, config, precision)
     scaler = torch.amp.GradScaler(s.device.type, enabled=False)
 
@@ -153,7 +153,7 @@ def inkling(s: Shape, precision: str, how: str) -> Callable[[], object]:
 
 
 def trained(model: nn.Module, optimizer: torch.optim.Optimizer, loss_of: Callable, autocast) -> Callable[[], None]:
-    """A step of torch's own loop."""
+    """A step of a plain torch training loop."""
 
     def step():
         with autocast:
@@ -167,7 +167,7 @@ def trained(model: nn.Module, optimizer: torch.optim.Optimizer, loss_of: Callabl
 
 
 def nanogpt(s: Shape, checkout: Path) -> Callable[[], object]:
-    """Its model and its optimizer; in fp32 on a CPU, as its README runs it, in bf16 and compiled on a GPU."""
+    """nanoGPT's model and optimizer; in eager fp32 on a CPU, as in its README, compiled in bf16 on a GPU."""
     spec = importlib.util.spec_from_file_location("nanogpt", checkout / "model.py")
     code = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(code)
@@ -181,7 +181,7 @@ def nanogpt(s: Shape, checkout: Path) -> Callable[[], object]:
 
 
 def hugging_face(s: Shape, precision: str, compiled: bool) -> Callable[[], object]:
-    """transformers' Llama of the same shape, with the fused AdamW."""
+    """transformers' Llama of the same shape, with fused AdamW."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     shape = {"hidden_size": s.d_model, "num_hidden_layers": s.n_layers, "num_attention_heads": s.n_heads}
