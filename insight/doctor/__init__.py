@@ -1,18 +1,18 @@
 """Finds what is wrong with a model: the checks that a good engineer would make, from causes to consequences.
 
-| file | what it looks at |
+| file | what it checks |
 | --- | --- |
-| weights.py | the numbers as they lie there |
-| kernels.py | attention between queries, keys and values |
+| weights.py | the weights themselves |
+| attention.py | the functions that compute attention |
 | layers.py | heads, positions, rotation |
-| paths.py | the whole model by ways that must agree: the future, padding, documents, cache, kernels |
+| paths.py | ways through the model that must agree: future tokens, padding, documents, cache, kernels |
 | vocabulary.py | tokenizer, text and model |
-| signals.py | what flows through it on text of its kind |
-| learning.py | how it begins and learns |
-| reference.py | attention once more, for comparison |
+| signals.py | attention scores and activations on the model's kind of text |
+| learning.py | the first loss, gradients, learning |
+| reference.py | a second implementation of attention, for comparison |
 
-The checks of kernels.py, layers.py and paths.py run the model's code on random weights of a size at which every fault
-shows, in float64; those of weights.py, signals.py and learning.py see the weights as they are.
+The checks in attention.py, layers.py and paths.py run the model's code in float64 with random weights, large enough to
+reveal every fault; those in weights.py, signals.py and learning.py use the model's own weights.
 """
 
 import time
@@ -23,10 +23,10 @@ from pathlib import Path
 
 import torch
 
-from insight.doctor import kernels, layers, learning, paths, signals, vocabulary, weights
+from insight.doctor import attention, layers, learning, paths, signals, vocabulary, weights
 from insight.doctor.patient import Finding, NotChecked, Patient
 
-# In this order: what comes first explains what comes later. Behind a finding of the first group nothing can be judged.
+# The order matters: earlier findings explain later ones.
 CHECKS: dict[str, Callable[[Patient], Iterator[Finding]]] = {
     "finite weights": weights.finite_weights,
     "vocabulary": vocabulary.vocabulary,
@@ -34,11 +34,11 @@ CHECKS: dict[str, Callable[[Patient], Iterator[Finding]]] = {
     "tokenizer": vocabulary.tokenizer,
     "initial scale": weights.initial_scale,
     "position tables": layers.position_tables,
-    "masked weights": kernels.masked_weights,
-    "row sums": kernels.row_sums,
-    "all-masked row": kernels.all_masked_row,
-    "scores": kernels.scores,
-    "values": kernels.values,
+    "masked weights": attention.masked_weights,
+    "row sums": attention.row_sums,
+    "all-masked row": attention.all_masked_row,
+    "scores": attention.scores,
+    "values": attention.values,
     "head order": layers.head_order,
     "token positions": layers.token_positions,
     "rotation": layers.rotation,
@@ -60,14 +60,14 @@ CHECKS: dict[str, Callable[[Patient], Iterator[Finding]]] = {
     "learning rate": learning.learning_rate,
     "one batch": learning.one_batch,
 }
-FATAL = ("finite weights", "vocabulary")
+FATAL = ("finite weights", "vocabulary")  # after a finding of these, no other check is meaningful
 
 __all__ = ["CHECKS", "Finding", "NotChecked", "Patient", "Result", "examine", "run"]
 
 
 @dataclass(frozen=True)
 class Result:
-    """What a check has found, or why it was not made."""
+    """The findings of a check, or the reason why it was not made."""
 
     check: str
     findings: list[Finding]
@@ -76,7 +76,7 @@ class Result:
 
 
 def run(patient: Patient) -> Iterator[Result]:
-    """One check after the other, each as soon as it is done. Draws no random numbers of the caller's."""
+    """Yields the result of each check as soon as it is done. Leaves the caller's random state alone."""
     ill = None
     for name in CHECKS:
         began, findings, not_checked = time.perf_counter(), [], ill
@@ -84,12 +84,12 @@ def run(patient: Patient) -> Iterator[Result]:
             with torch.random.fork_rng(devices=[]):
                 findings, not_checked = _check(name, patient)
         if findings and name in FATAL:
-            ill = f"{name} come first"
+            ill = f"first fix: {name}"
         yield Result(name, findings, not_checked, time.perf_counter() - began)
 
 
 def _check(name: str, patient: Patient) -> tuple[list[Finding], str | None]:
-    """(findings, why it was not made). That the model raises an error is a finding too."""
+    """(findings, the reason why it was not made). An error raised by the model is a finding too."""
     try:
         return list(CHECKS[name](patient)), None
     except NotChecked as reason:
@@ -98,9 +98,9 @@ def _check(name: str, patient: Patient) -> tuple[list[Finding], str | None]:
         frames = traceback.extract_tb(error.__traceback__)
         ours = [frame for frame in frames if not {"insight", "torch", "einops"} & set(Path(frame.filename).parts)]
         at = (ours or frames)[-1]
-        what = f"it cannot be made: {type(error).__name__}: {' '.join(str(error).split())}"
+        what = f"the check fails: {type(error).__name__}: {' '.join(str(error).split())}"
         where = f"{at.filename}:{at.lineno}, {at.name}"
-        return [Finding(name, where, what, "mend first what raises this error")], None
+        return [Finding(name, where, what, "first fix what raises this error")], None
 
 
 def examine(patient: Patient) -> list[Finding]:

@@ -1,4 +1,4 @@
-"""What each attention layer does around its kernel: splitting into heads, positions, rotation, and putting together."""
+"""Checks what an attention layer does around attention: splitting and merging heads, positions, rotation."""
 
 import copy
 import math
@@ -15,9 +15,9 @@ from model.hooks import Place, editing
 
 
 def head_order(patient: Patient) -> Iterator[Finding]:
-    """Head i is the i-th stretch of rows of wq, wk and wv, and of columns of wo.
+    """Head i is the i-th block of rows of wq, wk and wv, and of columns of wo.
 
-    Where there is RoPE, queries and keys are compared by their lengths, which no rotation changes.
+    With RoPE, queries and keys are compared by their norms, which no rotation changes.
     """
     model = patient.probe
     with watched(model) as layers:
@@ -25,7 +25,7 @@ def head_order(patient: Patient) -> Iterator[Finding]:
     for i, (layer, block) in enumerate(zip(layers, model.blocks, strict=True)):
         where, attention = f"blocks.{i}.attention", block.attention
         if layer.arguments is None:
-            yield Finding("head order", where, "its attention is never asked for", "compute it by self.ops.attention")
+            yield Finding("head order", where, "its attention is never called", "compute it by self.ops.attention")
             continue
         q, k, v = layer.arguments[:3]
         for name, found in (("wq", q), ("wk", k), ("wv", v)):
@@ -33,72 +33,68 @@ def head_order(patient: Patient) -> Iterator[Finding]:
                 _comparable(name, _projected(attention, name, layer.x, split), model.config)
                 for split in (reference.heads, reference.transposed_heads)
             )
-            found = _comparable(name, found, model.config, turned=True)
+            found = _comparable(name, found, model.config, rotated=True)
             if (value := deviation(found, expected)) > CLOSE:
-                what = (
-                    f"the heads of {name}{worst_heads(found, expected, CLOSE)} are not its stretches of rows, in order"
-                )
+                what = f"the heads of {name}{worst_heads(found, expected, CLOSE)} are not its blocks of rows, in order"
                 if deviation(found, confused) < CLOSE:
-                    what = f"the heads of {name} are transposed: dealt out row by row instead of in stretches"
+                    what = f"the heads of {name} are transposed: rows are distributed in turn, not in blocks"
                 yield Finding("head order", where, what, "split by 'b s (h d) -> b h s d'", value, CLOSE)
         expected = attention.wo(reference.merged(layer.y))
         if (value := deviation(layer.out, expected)) > SAME:
-            what = "the output is not wo of the heads side by side"
+            what = "the output is not wo of the concatenated heads"
             if deviation(layer.out, attention.wo(layer.y.permute(0, 2, 3, 1).flatten(2))) < SAME:
-                what = "the heads are transposed before wo: mixed number by number instead of side by side"
-            yield Finding("head order", where, what, "put together by 'b h s d -> b s (h d)', then wo", value, SAME)
+                what = "the heads are transposed before wo: interleaved, not concatenated"
+            yield Finding("head order", where, what, "merge them by 'b h s d -> b s (h d)', then wo", value, SAME)
 
 
 def _projected(attention: CausalMultiHeadAttention, name: str, x: Tensor, split: Callable) -> Tensor:
-    """Queries, keys or values (b h s d) as they are before RoPE."""
+    """Queries, keys or values (b h s d) before RoPE."""
     n = attention.n_heads if name == "wq" else attention.n_kv_heads
     heads = split(x @ getattr(attention, name).weight.T, n)
     norm = {"wq": attention.q_norm, "wk": attention.k_norm, "wv": None}[name]
     return heads if norm is None else norm(heads)
 
 
-def _comparable(name: str, x: Tensor, config: ModelConfig, turned: bool = False) -> Tensor:
-    """What RoPE leaves alone: the lengths of queries and keys, and of values everything."""
+def _comparable(name: str, x: Tensor, config: ModelConfig, rotated: bool = False) -> Tensor:
+    """What RoPE does not change: the norms of queries and keys, and the values."""
     if name == "wv" or config.positions != "rope":
         return x
     _, amplitude = reference.rope_angles(config, torch.zeros(1))
-    return x.norm(dim=-1, keepdim=True) / (amplitude if turned else 1.0)
+    return x.norm(dim=-1, keepdim=True) / (amplitude if rotated else 1.0)
 
 
 def rotation(patient: Patient) -> Iterator[Finding]:
-    """Each pair of each query and key is turned by position * theta^(-2i / d_head)."""
+    """Each pair of each query and key is rotated by position * theta^(-2i / d_head)."""
     model = patient.probe
     if model.config.positions != "rope":
         raise NotChecked("it has no RoPE")
     with watched(model) as layers:
         model(patient.random_tokens(2))
-    config, places = model.config, torch.arange(patient.length)
+    config, positions = model.config, torch.arange(patient.length)
     for i, (layer, block) in enumerate(zip(layers, model.blocks, strict=True)):
         if layer.arguments is None:
             continue
         for name, found in (("wq", layer.arguments[0]), ("wk", layer.arguments[1])):
             plain = _projected(block.attention, name, layer.x, reference.heads)
-            expected = reference.turned(plain, config, places)
+            expected = reference.rotated(plain, config, positions)
             if (value := deviation(found, expected)) > CLOSE:
                 other = {"half": "interleaved", "interleaved": "half"}[config.pairing]
                 causes = {
-                    "not turned at all": plain,
-                    "turned backwards": reference.turned(plain, config, -places),
-                    f"paired as {other}, not {config.pairing}": reference.turned(plain, config, places, other),
-                    "turned as if each stood one place further": reference.turned(plain, config, places + 1),
-                    "turned as if each stood one place before": reference.turned(plain, config, places - 1),
+                    "not rotated": plain,
+                    "rotated backwards": reference.rotated(plain, config, -positions),
+                    f"paired as {other}, not {config.pairing}": reference.rotated(plain, config, positions, other),
+                    "rotated as if at the next position": reference.rotated(plain, config, positions + 1),
+                    "rotated as if at the previous position": reference.rotated(plain, config, positions - 1),
                 }
                 why = [cause for cause, tensor in causes.items() if deviation(found, tensor) < CLOSE]
                 of = {"wq": "queries", "wk": "keys"}[name]
-                what = f"{of}{worst_heads(found, expected, CLOSE)} are " + (
-                    why[0] if why else "not turned as RoPE says"
-                )
-                do = "see rotate in model/functional.py, and which positions and table it is given"
+                what = f"{of}{worst_heads(found, expected, CLOSE)} are " + (why[0] if why else "not rotated as in RoPE")
+                do = "see rotate in model/functional.py, and the positions and table that it gets"
                 yield Finding("rotation", f"blocks.{i}.attention", what, do, value, CLOSE)
 
 
 def token_positions(patient: Patient) -> Iterator[Finding]:
-    """Every layer is told the right places: 0 .. s-1 in one forward, and with a cache after what it holds."""
+    """Every layer gets the right positions: 0 .. s-1 in one forward, and after the cached tokens with a cache."""
     model, T = patient.probe, patient.length
     tokens = patient.random_tokens(2)
     cut = T // 2
@@ -108,7 +104,7 @@ def token_positions(patient: Patient) -> Iterator[Finding]:
         start = 0
         for piece in tokens.split(cuts, dim=1):
             s = piece.shape[1]
-            given: dict[Place, list[Tensor]] = {place: [] for place in _told_positions(model)}
+            given: dict[Place, list[Tensor]] = {place: [] for place in _inputs_of_positions(model)}
             with editing(model, {place: seen.append for place, seen in given.items()}):
                 model(piece, cache=cache)
             expected = torch.arange(start, start + s)
@@ -122,11 +118,9 @@ def token_positions(patient: Patient) -> Iterator[Finding]:
                 where, seen = next(iter(wrong.items()))
                 off = (seen.double() - expected).flatten()
                 by = f"off by {off[0].item():+g}" if (off == off[0]).all() else "wrong"
-                what = (
-                    f"token_positions are {by} in {name}: token {start} is said to stand at {seen.flatten()[0].item()}"
-                )
+                what = f"token_positions are {by} in {name}: token {start} has position {seen.flatten()[0].item()}"
                 more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
-                do = "the first new token stands at the number of tokens that the cache holds, from 0"
+                do = "the position of the first new token is the number of tokens in the cache"
                 yield Finding("token positions", where + more, what, do, seen.flatten()[0].item(), start)
                 break
             start += s
@@ -136,8 +130,8 @@ def _equal(seen: Tensor, expected: Tensor) -> bool:
     return seen.shape[-1] == len(expected) and bool((seen == expected).all())
 
 
-def _told_positions(model: GPT) -> list[Place]:
-    """Where a module is given token positions: RoPE twice a forward, for queries and for keys."""
+def _inputs_of_positions(model: GPT) -> list[Place]:
+    """The inputs through which modules get token positions; RoPE twice per forward, for queries and for keys."""
     arguments = {"position_embedding": 1, "alibi": 0}
     arguments |= {f"blocks.{i}.attention.rope": 1 for i in range(len(model.blocks))}
     there = dict(model.named_modules())
@@ -145,7 +139,7 @@ def _told_positions(model: GPT) -> list[Place]:
 
 
 def position_tables(patient: Patient) -> Iterator[Finding]:
-    """Tables of positions hold what the formula says, in float32, and stay float32 when the model goes to bfloat16."""
+    """Position tables match the formula, in float32, and stay float32 when the model becomes bfloat16."""
     model, config = patient.model, patient.model.config
     if config.positions in ("learned", "none"):
         raise NotChecked("it has none")
@@ -171,19 +165,19 @@ def position_tables(patient: Patient) -> Iterator[Finding]:
         if table.dtype != torch.float32:
             wrong.setdefault(f"the table is {table.dtype}", []).append((name, error))
         elif not error < 1e-6:
-            wrong.setdefault("the table is not what the formula says", []).append((name, error))
+            wrong.setdefault("the table does not match the formula", []).append((name, error))
         elif after.dtype != torch.float32:
             error = (after.cpu().double() - expected).abs().max().item()
             wrong.setdefault(f"the table becomes {after.dtype} when the model does", []).append((name, error))
     for what, found in wrong.items():
         more = f" and {len(found) - 1} more" if len(found) > 1 else ""
         error = max(error for _, error in found)
-        do = "compute it in float64, keep it in float32 whatever the model is cast to, and rotate in float32"
+        do = "compute it in float64, keep it in float32 even if the model is cast, and rotate in float32"
         yield Finding("position tables", found[0][0] + more, f"{what}: it is off by up to {error:.2g}", do, error, 1e-6)
 
 
 def _slopes(n_heads: int) -> Tensor:
-    """ALiBi's: a geometric row that ends at 2^-8; between powers of two those of the smaller and some of the larger."""
+    """ALiBi's slopes: geometric, down to 2^-8; between powers of two, the smaller power's and some of the larger's."""
     if n_heads & (n_heads - 1) == 0:
         return torch.tensor([2.0 ** (-8 * (i + 1) / n_heads) for i in range(n_heads)]).double().view(-1, 1, 1)
     smaller = 1 << (n_heads.bit_length() - 1)

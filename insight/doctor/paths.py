@@ -1,4 +1,4 @@
-"""The model as a whole, by different ways that must give the same: what a token may know, and through which path."""
+"""Checks ways through the model that must agree: future tokens, padding, documents, cache, kernels."""
 
 import copy
 import math
@@ -17,9 +17,9 @@ TOO_SHORT = "it needs 3 positions"
 
 
 def leak(patient: Patient) -> Iterator[Finding]:
-    """No token knows of a later one: neither by its values nor by gradients, on any path.
+    """No token depends on a later one, in its values or its gradients, on any path.
 
-    Gradients within each block say in which one it happens; changed tokens say that it happens at all.
+    Changing tokens shows that there is a leak; the gradients within each block show in which block.
     """
     model, T = patient.probe, patient.length
     if T < 3:
@@ -43,13 +43,13 @@ def leak(patient: Patient) -> Iterator[Finding]:
         value = deviation(read(changed)[:, : t + 1], read(tokens)[:, : t + 1])
         if blocks or value > SAME:
             where = ", ".join(blocks) or "outside the blocks"
-            what = f"the future is seen in {name}: token {t} changes with those behind it"
-            do = "every mask begins with the causal one, see attention_mask in model/functional.py"
+            what = f"future tokens leak in {name}: token {t} changes with the tokens after it"
+            do = "every mask must include the causal one, see attention_mask in model/functional.py"
             yield Finding("leak", where, what, do, value, SAME)
 
 
 def _leaking_blocks(model: GPT, read, t: int) -> list[str]:
-    """The blocks whose output at place t has a gradient with respect to their input behind t, or too far before it."""
+    """The blocks whose output at position t depends on their input after t, or before the window."""
     inputs: list[Tensor] = []
     outputs: list[Tensor] = []
 
@@ -71,7 +71,7 @@ def _leaking_blocks(model: GPT, read, t: int) -> list[str]:
 
 
 def padding(patient: Patient) -> Iterator[Finding]:
-    """A row that is filled up on the left is what it is alone, in a batch of as many rows as heads or of others."""
+    """A left-padded row is what it is alone, in a batch with as many rows as heads, or with another number of rows."""
     model, T = patient.probe, patient.length
     for rows in sorted({2, min(model.config.n_heads, 8)}):
         lengths = [max(1, T - 1 - i) for i in range(rows)]
@@ -85,14 +85,14 @@ def padding(patient: Patient) -> Iterator[Finding]:
             if (value := deviation(together[row : row + 1, T - length :], alone)) > SAME:
                 off[row] = value
         if off:
-            what = f"a row that is filled up is not what it is alone: {len(off)} of {rows} rows differ"
-            do = "padding hides keys: (b k) becomes (b 1 1 k), the same for all heads and queries"
+            what = f"a padded row differs from the row alone: {len(off)} of {rows} rows"
+            do = "padding masks keys: (b k) becomes (b 1 1 k), the same for all heads and queries"
             yield Finding("padding", "the mask of padding", what, do, max(off.values()), SAME)
             return
 
 
 def documents(patient: Patient) -> Iterator[Finding]:
-    """Documents side by side in a row are what they are alone."""
+    """Documents that share a row are what they are alone."""
     model, T = patient.probe, patient.length
     if T < 3:
         raise NotChecked(TOO_SHORT)
@@ -102,12 +102,13 @@ def documents(patient: Patient) -> Iterator[Finding]:
     together = model(tokens, places, documents=numbers)
     alone = torch.cat([model(tokens[:, :cut]), model(tokens[:, cut:])], dim=1)
     if (value := deviation(together, alone)) > SAME:
-        what = "a document beside another is not what it is alone"
-        yield Finding("documents", "the mask of documents", what, "a token sees its own document only", value, SAME)
+        what = "a document that shares a row differs from the document alone"
+        do = "a token must attend to its own document only"
+        yield Finding("documents", "the mask of documents", what, do, value, SAME)
 
 
 def row_masks(patient: Patient) -> Iterator[Finding]:
-    """A mask (b q k) goes to its rows, and to all heads of each, also where there are as many rows as heads."""
+    """A mask (b q k) applies to its row, and to all of its heads, even with as many rows as heads."""
     model, T = patient.probe, patient.length
     heads = model.config.n_heads
     if T < 3 or heads < 2:
@@ -121,12 +122,12 @@ def row_masks(patient: Patient) -> Iterator[Finding]:
         alone = torch.cat([block.attention(x[row : row + 1], mask=mask[row, None, None]) for row in range(heads)])
         if (value := deviation(together, alone)) > SAME:
             what = f"{heads} rows with a mask each differ from the rows alone: the mask broadcasts over the wrong axis"
-            do = "a mask (b q k) becomes (b 1 q k): without the axis of heads, rows are taken for heads"
+            do = "a mask (b q k) becomes (b 1 q k): without a head axis, its rows are used as heads"
             yield Finding("row masks", f"blocks.{i}.attention", what, do, value, SAME)
 
 
 def cache(patient: Patient) -> Iterator[Finding]:
-    """Read in pieces through a cache, a text gives what it gives whole."""
+    """Read in pieces through a cache, a text gives the logits of one forward."""
     model, T = patient.probe, patient.length
     tokens = patient.random_tokens(2)
     whole = model(tokens)
@@ -142,7 +143,7 @@ def cache(patient: Patient) -> Iterator[Finding]:
                 len(cuts), f"pieces of {cuts[0]} and {cuts[1]}"
             )
             what = f"with a cache, {name}, the logits differ from one forward, first at token {wrong[0]}"
-            do = "compare the positions and the mask of that token with those of one forward"
+            do = "compare the position and the mask of that token with those in one forward"
             yield Finding("cache", _first_layer_that_differs(model, tokens, cuts), what, do, value, SAME)
             return
 
@@ -163,7 +164,7 @@ def _first_layer_that_differs(model: GPT, tokens: Tensor, cuts: list[int]) -> st
 
 
 def fused_kernel(patient: Patient) -> Iterator[Finding]:
-    """On the model's own weights and text, in float32, torch's kernel gives what the mathematics written out gives."""
+    """With the model's own weights and text, in float32, torch's kernel gives the result of math_attention."""
     model, bound = patient.model, 1e-4
     if model.config.soft_cap is not None:
         raise NotChecked("torch's kernel has no soft cap")
@@ -175,21 +176,21 @@ def fused_kernel(patient: Patient) -> Iterator[Finding]:
     for i, (layer, block) in enumerate(zip(layers, model.blocks, strict=True)):
         for name, given in (("plain causal", layer.arguments), ("with a mask", with_mask[i])):
             given = [x.float() if torch.is_tensor(x) and x.is_floating_point() else x for x in given]
-            written = MATH.attention(*given)[0]
+            expected = MATH.attention(*given)[0]
             found = [ops.attention(*given)[0] for ops in (block.attention.ops, TORCH)]
-            y = max(found, key=lambda y: deviation(y, written))
-            if (value := deviation(y, written)) > bound:
-                what = f"the kernel and the mathematics written out differ ({name})"
-                where = f"blocks.{i}.attention{worst_heads(y, written, bound)}"
-                yield Finding("fused kernel", where, what, "the checks before say which of them is wrong", value, bound)
+            y = max(found, key=lambda y: deviation(y, expected))
+            if (value := deviation(y, expected)) > bound:
+                what = f"the kernel and math_attention differ ({name})"
+                where = f"blocks.{i}.attention{worst_heads(y, expected, bound)}"
+                yield Finding("fused kernel", where, what, "earlier findings say which of them is wrong", value, bound)
                 break
 
 
 def functions(patient: Patient) -> Iterator[Finding]:
-    """In float32, each function that the model computes with gives the loss and the gradients of that written out."""
+    """In float32, each function of the model's table gives the loss and the gradients of the one in MATH."""
     model, bound = copy.deepcopy(patient.probe).float().requires_grad_(), 1e-3
     length = min(64, model.max_seq_len)
-    tokens = patient.random_tokens(math.ceil(256 / length), length)  # as many as kernels for training want
+    tokens = patient.random_tokens(math.ceil(256 / length), length)  # enough for the kernels of training
 
     def learned(ops: Ops) -> Tensor:
         model.use(ops)
@@ -206,6 +207,6 @@ def functions(patient: Patient) -> Iterator[Finding]:
             continue
         found = learned(replace(MATH, **{name: getattr(ops, name)}))
         if not (value := ((found - expected).norm() / expected.norm()).item()) <= bound:
-            what = "with it, loss or gradients differ from those of the mathematics written out"
-            do = f"compare it with {name} of MATH in model/ops.py; kernels=false and attention=math do without"
+            what = "with it, loss or gradients differ from those of the reference"
+            do = f"compare it with {name} of MATH in model/ops.py; kernels=false and attention=math avoid it"
             yield Finding("functions", f"{name} of the model's table", what, do, value, bound)

@@ -1,4 +1,4 @@
-"""Who is examined, what a check may find, and how to look inside a forward without changing it."""
+"""The examined model, the findings of a check, and tools to watch a forward without changing it."""
 
 import copy
 from collections.abc import Callable, Iterable, Iterator
@@ -16,7 +16,7 @@ from model.hooks import Place, Site, attending, editing
 
 @dataclass(frozen=True)
 class Finding:
-    """What is wrong, where, by how much, and what to do. `value` broke `bound`, where both are numbers."""
+    """What is wrong, where, by how much, and what to do. `value` violates `bound`, if both are given."""
 
     check: str
     where: str
@@ -26,24 +26,24 @@ class Finding:
     bound: float | None = None
 
 
-class NotChecked(Exception):  # noqa: N818  no error: says why a check has no use for this patient
-    """Raised by a check that cannot say anything about the patient, with the reason."""
+class NotChecked(Exception):  # noqa: N818  not an error: the reason why a check does not apply
+    """Raised by a check that does not apply to the patient, with the reason."""
 
 
 @dataclass
 class Patient:
-    """A model and what is known of it. What is not known is None, and the checks that need it say so.
+    """A model and what is known about it. What is not known is None; the checks that need it are then not made.
 
     Args:
-        model: as it is to be used; no check changes it.
-        tokens, targets: (b s), a batch of the kind that it reads.
-        trained: whether its weights have learned something; if not they are as initialise() left them.
+        model: in evaluation mode; no check changes it.
+        tokens, targets: (b s), a batch of the model's kind of text.
+        trained: whether it has been trained; if not, its weights are as initialise() left them.
         tokenizer: with vocab_size, eos_id, lossless, encode(text), decode(ids) and fingerprint().
-        text: some text of the kind that it reads.
-        fingerprint: of the tokenizer that the model has learned with, or is to learn with.
-        start_training: start_training(model) gives step(tokens, targets) -> mean loss before it: real steps of
-            training, at the peak of the learning rate.
-        progress: wraps what is iterated over for long.
+        text: a piece of the model's kind of text.
+        fingerprint: of the tokenizer that the model is trained with.
+        start_training: start_training(model) returns step(tokens, targets) -> the mean loss before it: a real training
+            step, at the initial learning rate.
+        progress: wraps long iterations.
     """
 
     model: GPT
@@ -58,10 +58,10 @@ class Patient:
 
     @cached_property
     def probe(self) -> GPT:
-        """The same code with random weights of a size at which everything shows, in float64.
+        """The same code with random weights, large enough to reveal every fault, in float64.
 
-        A fresh model hides much: its branches write little, or nothing where they begin at zero. A trained one hides
-        what it has learned to live with. Buffers stay as they are.
+        A new model hides faults, since its branches write little, or nothing if they are initialised to zero. A trained
+        one hides faults that it has adapted to. Buffers stay as they are.
         """
         probe = copy.deepcopy(self.model).double().cpu().eval().requires_grad_(False)
         generator = torch.Generator().manual_seed(0)
@@ -74,7 +74,7 @@ class Patient:
 
     @property
     def length(self) -> int:
-        """Tokens in a row of the probe's."""
+        """The number of tokens in the probe's rows."""
         return min(12, self.model.max_seq_len)
 
     def random_tokens(self, rows: int, length: int | None = None, seed: int = 0) -> Tensor:
@@ -82,17 +82,17 @@ class Patient:
         return torch.randint(self.model.vocab_size, (rows, length or self.length), generator=generator)
 
 
-# --- looking inside -------------------------------------------------------------------------------------------------
+# --- watching a forward ---------------------------------------------------------------------------------------------
 
 
 @dataclass
 class Layer:
-    """What one attention layer got and gave in the last forward."""
+    """The inputs and outputs of an attention layer in the last forward."""
 
     x: Tensor | None = None  # (b s d_model)
     out: Tensor | None = None  # (b s d_model)
     arguments: tuple | None = None  # of attend: q, k, v, mask, bias, soft_cap, dropout_p
-    y: Tensor | None = None  # (b h q d), what attend gave
+    y: Tensor | None = None  # (b h q d), the result of attend
 
 
 @contextmanager
@@ -113,12 +113,12 @@ def watched(model: GPT) -> Iterator[list[Layer]]:
 
 # --- comparing ------------------------------------------------------------------------------------------------------
 
-SAME = 1e-8  # between two ways through the same code in float64, in units of the values' own size
-CLOSE = 1e-5  # to a formula in float64, where a table in float32 lies between
+SAME = 1e-8  # bound for two ways through the same code in float64, relative to the largest value
+CLOSE = 1e-5  # the same for a formula in float64 and code that uses a table in float32
 
 
 def deviation(found: Tensor, expected: Tensor) -> float:
-    """The largest difference, in units of the largest expected value; inf where a number is not finite."""
+    """The largest difference, relative to the largest expected value; inf if a number is not finite."""
     if found.shape != expected.shape:
         return float("inf")
     difference = (found.double() - expected.double()).abs().max().item()
@@ -128,12 +128,12 @@ def deviation(found: Tensor, expected: Tensor) -> float:
 
 
 def rms(x: Tensor) -> float:
-    """Root of the mean square: the size of a typical number in it."""
+    """The root mean square."""
     return x.detach().double().square().mean().sqrt().item()
 
 
 def worst_heads(found: Tensor, expected: Tensor, bound: float) -> str:
-    """The heads (axis 1) that differ by more than bound, as words; nothing where all do."""
+    """The heads (axis 1) that differ by more than bound, as words; "" if all do."""
     if found.shape != expected.shape:
         return ""
     off = [h for h in range(expected.shape[1]) if deviation(found[:, h], expected[:, h]) > bound]

@@ -1,4 +1,4 @@
-"""Whether tokenizer, text and model speak of the same ids."""
+"""Checks that tokenizer, text and model use the same ids."""
 
 from collections.abc import Iterator
 
@@ -9,18 +9,16 @@ from model import generate
 
 
 def vocabulary(patient: Patient) -> Iterator[Finding]:
-    """Tokenizer, embedding, head and text have one vocabulary."""
+    """Tokenizer, embedding, head and text have the same vocabulary."""
     model, tokenizer = patient.model, patient.tokenizer
     if tokenizer is not None and tokenizer.vocab_size != model.vocab_size:
         what = f"the tokenizer has {tokenizer.vocab_size:,} tokens, the model {model.vocab_size:,}"
-        do = (
-            "vocab_size is the tokenizer's: take the tokenizer that the model has learned with, or build the model anew"
-        )
+        do = "vocab_size is the tokenizer's: use the tokenizer of the model's training, or build a new model"
         yield Finding("vocabulary", "embedding and head", what, do, tokenizer.vocab_size, model.vocab_size)
     for name in ("embedding", "head"):
         if (rows := len(getattr(model, name).weight)) < model.vocab_size:
             what = f"{name} has {rows:,} rows for {model.vocab_size:,} tokens"
-            yield Finding("vocabulary", name, what, "build the model anew", rows, model.vocab_size)
+            yield Finding("vocabulary", name, what, "build the model again", rows, model.vocab_size)
     for name, ids in (("tokens", patient.tokens), ("targets", patient.targets)):
         low, high = ids[ids != -100].min().item(), ids.max().item()
         if low < 0 or high >= model.vocab_size:
@@ -32,7 +30,7 @@ def vocabulary(patient: Patient) -> Iterator[Finding]:
 
 
 def padded_ids(patient: Patient) -> Iterator[Finding]:
-    """Rows that fill up the vocabulary for speed give no logit and are never written, whatever they hold."""
+    """Padding rows of the vocabulary give no logit and are never generated, whatever they contain."""
     model = patient.probe
     extra = len(model.head.weight) - model.vocab_size
     with torch.no_grad():
@@ -42,27 +40,27 @@ def padded_ids(patient: Patient) -> Iterator[Finding]:
             kept = rows.clone()
             rows.mul_(1e3)
             if (value := deviation(model(patient.random_tokens(2)), logits)) > SAME:
-                what = f"the {extra} rows that only fill up the vocabulary change the logits"
+                what = f"the {extra} padding rows of the vocabulary change the logits"
                 yield Finding("padded ids", "head", what, "cut the logits at vocab_size", value, SAME)
             rows.copy_(kept)
     if logits.shape[-1] != model.vocab_size:
         what = f"there are {logits.shape[-1]:,} logits for {model.vocab_size:,} tokens"
-        do = "cut what the head gives at vocab_size, in every path"
+        do = "cut the head's output at vocab_size, in every path"
         yield Finding("padded ids", "head", what, do, logits.shape[-1], model.vocab_size)
     prompts = patient.random_tokens(4, length=1)
-    written = torch.stack(list(generate(model, prompts, max(1, patient.length), temperature=10.0, overflow="slide")))
-    if (value := written.max().item()) >= model.vocab_size:
-        what = f"the id {value} is written, which the tokenizer does not have"
+    tokens = torch.stack(list(generate(model, prompts, max(1, patient.length), temperature=10.0, overflow="slide")))
+    if (value := tokens.max().item()) >= model.vocab_size:
+        what = f"the id {value} is generated, which the tokenizer does not have"
         yield Finding("padded ids", "generate", what, "cut the logits at vocab_size", value, model.vocab_size - 1)
 
 
 def tokenizer(patient: Patient) -> Iterator[Finding]:
-    """The tokenizer is the one that the model learns with, knows the text, and gives it back."""
+    """The tokenizer is that of the model's training, and encodes and decodes the text without loss."""
     ours = patient.tokenizer
     if ours is None:
         raise NotChecked("there is none")
     if patient.fingerprint is not None and patient.fingerprint != ours.fingerprint():
-        what = "it is not the one that the model has learned with: the same ids stand for other text"
+        what = "it is not the tokenizer of the model's training: the same ids mean other text"
         do = "copy the folder tokenizer/ from the run's own checkpoint or corpus"
         yield Finding("tokenizer", "tokenizer", what, do)
     if not 0 <= ours.eos_id < ours.vocab_size:
@@ -74,11 +72,11 @@ def tokenizer(patient: Patient) -> Iterator[Finding]:
         ids = ours.encode(patient.text)
     except ValueError as error:
         what = f"it cannot encode the text: {error}"
-        yield Finding("tokenizer", "the text", what, "take the tokenizer that was made for this text")
+        yield Finding("tokenizer", "the text", what, "use the tokenizer that was made for this text")
         return
     if len(ids) and int(ids.max()) >= ours.vocab_size:
         what = f"it gives the id {int(ids.max())}, beyond its vocabulary of {ours.vocab_size:,}"
-        yield Finding("tokenizer", "the text", what, "prepare it anew", int(ids.max()), ours.vocab_size)
+        yield Finding("tokenizer", "the text", what, "prepare it again", int(ids.max()), ours.vocab_size)
     elif ours.lossless and ours.decode(ids.tolist()) != patient.text:
-        what = "a text does not come back as it was: decode(encode(text)) differs"
-        yield Finding("tokenizer", "the text", what, "compare it with the one in the corpus's folder")
+        what = "decode(encode(text)) differs from the text"
+        yield Finding("tokenizer", "the text", what, "compare it with the tokenizer in the corpus's folder")

@@ -400,18 +400,20 @@ FAULTS = {
     "1/d": Fault("scores", MATH, "q k^T times 0.125", written(q=lambda q: q / math.sqrt(q.shape[-1]))),
     "mask inverted": Fault("masked weights", MATH, "the mask is inverted", written(mask=torch.logical_not)),
     "softmax over queries": Fault("row sums", MATH, "the softmax runs over the queries", softmax(dim=lambda dim: -2)),
-    "written: -1e4": Fault("masked weights", MATH, "a finite number hides it", softmax(x=lambda x: x.clamp(min=-1e4))),
+    "written: -1e4": Fault(
+        "masked weights", MATH, "filled with a finite number", softmax(x=lambda x: x.clamp(min=-1e4))
+    ),
     "fused with a bias: -1e4": Fault(
         "masked weights",
         "fused_attention",
-        "a finite number hides it (plain causal with a bias)",
+        "filled with a finite number (plain causal with a bias)",
         fused(finite_bias, {"positions": "alibi"}),
     ),
     "no causal mask": Fault("masked weights", FUSED, "the mask is not applied", fused(not_causal)),
     "no mask in prefill": Fault(
         "leak",
         "blocks.0, blocks.1",
-        "the future is seen in a prompt read into a cache",
+        "future tokens leak in a prompt read into a cache",
         replaced(functional, "attention_mask", everything_in_a_prompt),
     ),
     "positions in the cache off by one": Fault(
@@ -438,14 +440,14 @@ FAULTS = {
     "RoPE looks up the next place": Fault(
         "rotation",
         "blocks.0.attention",
-        "one place further",
+        "at the next position",
         given(ROPE, "angles", token_positions=lambda positions: positions + 1),
     ),
     "RoPE pairs otherwise": Fault(
         "rotation", "blocks.0.attention", "paired as interleaved, not half", damaged(pair_otherwise)
     ),
     "keys are not turned": Fault(
-        "rotation", "blocks.1.attention", "keys are not turned at all", replaced(ROPE, "__call__", keys_not_turned)
+        "rotation", "blocks.1.attention", "keys are not rotated", replaced(ROPE, "__call__", keys_not_turned)
     ),
     "heads transposed": Fault(
         "head order",
@@ -480,7 +482,7 @@ FAULTS = {
     "padding hides queries": Fault(
         "padding",
         "the mask of padding",
-        "not what it is alone",
+        "a padded row differs from the row alone",
         returned(functional, "padding_mask", lambda mask: mask.mT),
     ),
     "rows of a mask taken for heads": Fault(
@@ -492,7 +494,7 @@ FAULTS = {
     "documents see each other": Fault(
         "documents",
         "the mask of documents",
-        "a document beside another",
+        "a document that shares a row",
         returned(functional, "document_mask", torch.ones_like),
     ),
     "a window too wide": Fault(
@@ -528,7 +530,7 @@ FAULTS = {
     "an all-masked row: a finite minimum": Fault(
         "all-masked row",
         MATH,
-        "a mean of what is hidden",
+        "a mean of masked values",
         softmax(x=lambda x: x.clamp(min=torch.finfo(x.dtype).min)),
     ),
     "the wrong matrix scaled": Fault(
@@ -560,7 +562,7 @@ FAULTS = {
     "the head's rate 100 times too high": Fault(
         "learning rate", "optimizer", "the loss rises", rate(100, ["lr_head"], MUON, **AS_THE_DEFAULT)
     ),
-    "rate a million times too low": Fault("learning rate", "optimizer", "nowhere", rate(1e-6)),
+    "rate a million times too low": Fault("learning rate", "optimizer", "only falls from", rate(1e-6)),
     "padded ids": Fault(
         "padded ids",
         "head",
@@ -574,10 +576,10 @@ FAULTS = {
         returned(generation, "next_logits", lambda logits: F.pad(logits, (0, 7)), {"vocab_multiple": 32}),
     ),
     "tokenizer of another corpus": Fault(
-        "tokenizer", "tokenizer", "not the one that the model has learned with", tokenizer_of_another_corpus
+        "tokenizer", "tokenizer", "not the tokenizer of the model's training", tokenizer_of_another_corpus
     ),
     "text by another tokenizer": Fault(
-        "first loss", "the model", "more than knowing nothing", text_by_another_tokenizer
+        "first loss", "the model", "worse than a uniform guess", text_by_another_tokenizer
     ),
     "tokenizer of another size": Fault(
         "vocabulary", "embedding and head", "the tokenizer has 257", tokenizer_of_another_size
@@ -604,7 +606,7 @@ FAULTS = {
         "fused kernel", "blocks.0.attention", "differ (plain causal)", fused(rounded)
     ),
     "a kernel turns too far": Fault(
-        "functions", "rotate of the model's table", "differ from those of the mathematics", off_in_float32("rotate")
+        "functions", "rotate of the model's table", "differ from those of the reference", off_in_float32("rotate")
     ),
-    "nothing to learn from": Fault("one batch", "the model", "not learned by heart", nothing_to_learn_from),
+    "nothing to learn from": Fault("one batch", "the model", "does not overfit one batch", nothing_to_learn_from),
 }

@@ -143,4 +143,4 @@ def test_what_raises_an_error_is_a_finding_with_its_place():
 def test_of_weights_that_are_not_finite_nothing_more_is_said(monkeypatch):
     results = list(run(damaged(one_nan)(monkeypatch)))
     assert [r.check for r in results if r.findings] == ["finite weights"]
-    assert {r.not_checked for r in results[1:]} == {"finite weights come first"}
+    assert {r.not_checked for r in results[1:]} == {"first fix: finite weights"}

@@ -1,6 +1,6 @@
-"""Attention between queries, keys and values: the functions that compute it, each on numbers made to find faults.
+"""Checks the functions that compute attention, each with inputs made to reveal faults.
 
-The weights of any kernel, also of one that never holds them, are its output on values that are the identity.
+The weights of any implementation, even of one that never holds them, are its output for values that are the identity.
 """
 
 import math
@@ -13,11 +13,11 @@ from insight.doctor import reference
 from insight.doctor.patient import CLOSE, SAME, Finding, Patient, deviation, worst_heads
 from model.ops import MATH, TORCH
 
-FAR = 1e12  # further below 0 than any finite number that is meant to hide a key, but for the largest there are
+FAR = 1e12  # larger than any finite number that masks are usually filled with
 
 
-def kernels(patient: Patient) -> Iterator[tuple[str, Callable]]:
-    """(where, attend) of every function that computes attention in this model, or would on another backend."""
+def implementations(patient: Patient) -> Iterator[tuple[str, Callable]]:
+    """(where, attend) of every function that computes attention in this model, or would with another backend."""
     layers: dict[Callable, list[int]] = {}
     for i, block in enumerate(patient.model.blocks):
         layers.setdefault(block.attention.ops.attention, []).append(i)
@@ -25,12 +25,12 @@ def kernels(patient: Patient) -> Iterator[tuple[str, Callable]]:
     if patient.model.config.soft_cap is None:
         layers.setdefault(TORCH.attention, [])
     for attend, used in layers.items():
-        where = f"layer {', '.join(map(str, used))}" if used else "in no layer now"
+        where = f"layer {', '.join(map(str, used))}" if used else "not used now"
         yield f"{getattr(attend, 'func', attend).__name__} ({where})", attend
 
 
 def numbers(patient: Patient, T_q: int, T_k: int) -> tuple[Tensor, Tensor, Tensor]:
-    """q (b h q d), k and v (b g k d) in the shapes of the model's heads, in a few rows."""
+    """Random q (b h q d), k and v (b g k d) in the shapes of the model's heads, in a few rows."""
     config, generator = patient.model.config, torch.Generator().manual_seed(0)
     h, d = config.n_heads, config.d_model // config.n_heads
     g = config.n_kv_heads or h
@@ -42,33 +42,33 @@ def numbers(patient: Patient, T_q: int, T_k: int) -> tuple[Tensor, Tensor, Tenso
 
 
 def length(patient: Patient) -> int:
-    """As many queries and keys as a head is wide, so that a product with keys that were not transposed fits too."""
+    """The number of queries and keys: the head width, so that a product with untransposed keys is possible."""
     return max(4, patient.model.config.d_model // patient.model.config.n_heads)
 
 
 def weights(attend: Callable, q: Tensor, k: Tensor, mask: Tensor | None, bias: Tensor | None = None) -> Tensor:
-    """(b h q k), whatever computes them."""
+    """The attention weights (b h q k) of any implementation."""
     identity = torch.eye(k.shape[2], dtype=q.dtype).expand(*k.shape[:2], -1, -1)
     return attend(q, k, identity.contiguous(), mask, bias, None, 0.0)[0]
 
 
 def masks(patient: Patient, rows: int, T: int) -> Iterator[tuple[str, Tensor | None, Tensor | None, Tensor]]:
-    """(name, mask, bias, what may be seen) of every way in which a kernel is told what to hide."""
+    """(name, mask, bias, where queries may attend) for every kind of mask that an implementation gets."""
     generator = torch.Generator().manual_seed(1)
     plain = reference.causal(T, T)
-    some = plain & (torch.rand(rows, 1, T, T, generator=generator) < 0.7) | torch.eye(T, dtype=torch.bool)
+    random = plain & (torch.rand(rows, 1, T, T, generator=generator) < 0.7) | torch.eye(T, dtype=torch.bool)
     yield "plain causal", None, None, plain
-    yield "an explicit mask", some, None, some
+    yield "an explicit mask", random, None, random
     if patient.model.config.positions == "alibi":
         bias = torch.randn(patient.model.config.n_heads, T, T, generator=generator, dtype=torch.float64)
         yield "plain causal with a bias", None, bias, plain
-        yield "an explicit mask with a bias", some, bias, some
+        yield "an explicit mask with a bias", random, bias, random
 
 
 def row_sums(patient: Patient) -> Iterator[Finding]:
     """The weights of a query sum to 1."""
     T = length(patient)
-    for where, attend in kernels(patient):
+    for where, attend in implementations(patient):
         q, k, _ = numbers(patient, T, T)
         for name, mask, bias, _ in masks(patient, len(q), T):
             found = weights(attend, q, k, mask, bias)
@@ -76,31 +76,31 @@ def row_sums(patient: Patient) -> Iterator[Finding]:
             if (value := deviation(sums, torch.ones_like(sums))) > SAME:
                 columns = found.sum(-2)
                 over_queries = deviation(columns, torch.ones_like(columns)) < SAME
-                what = f"the weights of a query sum to {sums.min():.3g} to {sums.max():.3g}, not 1, under {name}"
-                what += ", those of a key do: the softmax runs over the queries" if over_queries else ""
+                what = f"the weights of a query sum to {sums.min():.3g} to {sums.max():.3g}, not 1, with {name}"
+                what += "; those of a key do: the softmax runs over the queries" if over_queries else ""
                 yield Finding("row sums", where, what, "take the softmax over the keys, dim=-1", value, SAME)
                 break
 
 
 def masked_weights(patient: Patient) -> Iterator[Finding]:
-    """What is hidden has weight 0 exactly, also where everything that may be seen scores far lower."""
+    """Masked keys have weight exactly 0, even if all other keys have far lower scores."""
     T = length(patient)
-    for where, attend in kernels(patient):
+    for where, attend in implementations(patient):
         q, k, _ = numbers(patient, T, T)
         far_q, far_k = torch.zeros_like(q), torch.zeros_like(k)
         far_q[..., 0] = math.sqrt(q.shape[-1])
         far_k[..., 0] = FAR * (torch.arange(T) - T)  # the later, the higher, and all of them far below 0
-        for name, mask, bias, may_look in masks(patient, len(q), T):
-            calm = weights(attend, q, k, mask, bias).masked_fill(may_look, 0.0)
-            extreme = weights(attend, far_q, far_k, mask, bias).masked_fill(may_look, 0.0)
-            do = "True = may look: fill the scores with -math.inf where the mask is False"
+        for name, mask, bias, allowed in masks(patient, len(q), T):
+            calm = weights(attend, q, k, mask, bias).masked_fill(allowed, 0.0)
+            extreme = weights(attend, far_q, far_k, mask, bias).masked_fill(allowed, 0.0)
+            do = "True = may attend: fill the scores with -math.inf where the mask is False"
             if (value := calm.abs().max().item()) != 0:
-                seen = weights(attend, q, k, mask, bias).masked_fill(~may_look, 0.0)
-                what = "what is hidden has weight: the mask is not applied, or not to these queries and keys"
+                seen = weights(attend, q, k, mask, bias).masked_fill(~allowed, 0.0)
+                what = "masked keys have weight: the mask is not applied, or not to these queries and keys"
                 if not seen.any():
-                    what = "what is hidden is seen and what may be seen is not: the mask is inverted"
+                    what = "only masked keys have weight: the mask is inverted"
             elif (value := extreme.abs().max().item()) != 0:
-                what = "what is hidden has weight where all else scores lower: a finite number hides it"
+                what = "masked keys have weight if all other scores are lower: the mask is filled with a finite number"
             else:
                 continue
             yield Finding("masked weights", where, f"{what} ({name})", do, value, 0.0)
@@ -108,9 +108,9 @@ def masked_weights(patient: Patient) -> Iterator[Finding]:
 
 
 def all_masked_row(patient: Patient) -> Iterator[Finding]:
-    """A query that may look nowhere gets zeros, and finite gradients: one NaN would reach every weight."""
+    """A fully masked query gets zeros and finite gradients: a single NaN would reach every weight."""
     T = length(patient)
-    for where, attend in kernels(patient):
+    for where, attend in implementations(patient):
         q, k, v = (x.requires_grad_() for x in numbers(patient, T, T))
         mask = reference.causal(T, T).expand(len(q), 1, T, T).clone()
         mask[0, :, 2] = False
@@ -122,36 +122,36 @@ def all_masked_row(patient: Patient) -> Iterator[Finding]:
             continue
         value = row.abs().max().item()
         if not row.isfinite().all():
-            what = "a query that may look nowhere gets numbers that are not finite"
+            what = "a fully masked query gets numbers that are not finite"
         elif value > 0:
-            what = "a query that may look nowhere gets a mean of what is hidden, not zeros"
+            what = "a fully masked query gets a mean of masked values, not zeros"
         else:
-            what = "a query that may look nowhere gives gradients that are not finite"
+            what = "a fully masked query has gradients that are not finite"
         do = "in the softmax, replace a maximum of -inf by 0 and a sum of 0 by 1"
         yield Finding("all-masked row", where, what, do, value, 0.0)
 
 
 def scores(patient: Patient) -> Iterator[Finding]:
-    """The weights say how they were made: log w = q.k / sqrt(d_head) + bias, but for a constant in each row.
+    """The scores, from the weights: log w = q.k / sqrt(d_head) + bias, up to a constant in each row.
 
-    What the two terms are multiplied by is fitted, over keys that all may be seen.
+    The factors of both terms are fitted, without a mask.
     """
     expected = 1 / math.sqrt(patient.model.config.d_model // patient.model.config.n_heads)
-    for where, attend in kernels(patient):
+    for where, attend in implementations(patient):
         for T in (length(patient), length(patient) + 1):
             q, k, _ = numbers(patient, T, T)
-            q = q / 4  # so that no weight is too small to have a logarithm
+            q = q / 4  # so that no weight underflows
             generator = torch.Generator().manual_seed(2)
             bias = torch.randn(q.shape[1], T, T, generator=generator, dtype=torch.float64).expand(*q.shape[:2], T, T)
             everything = torch.ones(T, T, dtype=torch.bool)
             try:
                 found = weights(attend, q, k, everything, bias).log()
             except RuntimeError as error:
-                what = f"{T} queries and keys of width {q.shape[-1]} cannot meet: {' '.join(str(error).split())}"
+                what = f"{T} queries and keys of width {q.shape[-1]} fail: {' '.join(str(error).split())}"
                 yield Finding("scores", where, what, "the product is q k^T: transpose the last two axes of k")
                 break
             if not found.isfinite().all():
-                break  # the checks before have said why
+                break  # earlier checks report it
             products = q @ reference.shared(k, q.shape[1]).transpose(-1, -2)
             wrong = _explain(found, products, bias, expected, q, k)
             if wrong is not None:
@@ -164,10 +164,10 @@ def _explain(found: Tensor, products: Tensor, bias: Tensor, expected: float, q: 
     (scale, of_bias), left = _fit(found, products, bias)
     if left > CLOSE:
         confused = {
-            ("k is not transposed: queries meet the columns of the keys", "transpose the last two axes of k"): (
+            ("k is not transposed: queries are multiplied by columns of k", "transpose the last two axes of k"): (
                 q @ reference.shared(k, q.shape[1]) if k.shape[2] == k.shape[3] else products
             ),
-            ("query heads take key heads in turn, not those that stand together", "'b g k d -> b (g r) k d'"): (
+            ("query heads take key heads in turn, not in groups", "'b g k d -> b (g r) k d'"): (
                 q @ k.repeat(1, q.shape[1] // k.shape[1], 1, 1).transpose(-1, -2)
             ),
         }
@@ -193,7 +193,7 @@ def _explain(found: Tensor, products: Tensor, bias: Tensor, expected: float, q: 
 
 
 def _fit(found: Tensor, products: Tensor, bias: Tensor) -> tuple[list[float], float]:
-    """By what products and bias are to be multiplied to give `found`, all but a constant a row; and what is left."""
+    """The factors of products and bias that give `found`, up to a constant per row; and the residual."""
     y, *x = (t - t.mean(-1, keepdim=True) for t in (found, products, bias))
     columns = torch.stack([t.flatten() for t in x], dim=1)
     factors = torch.linalg.lstsq(columns, y.flatten().unsqueeze(1)).solution
@@ -201,16 +201,16 @@ def _fit(found: Tensor, products: Tensor, bias: Tensor) -> tuple[list[float], fl
 
 
 def values(patient: Patient) -> Iterator[Finding]:
-    """The output is the values, mixed by the weights."""
+    """The output is the weighted sum of the values."""
     T = length(patient)
-    for where, attend in kernels(patient):
+    for where, attend in implementations(patient):
         q, k, v = numbers(patient, T, T)
         mask = reference.causal(T, T)
         found = attend(q, k, v, None, None, None, 0.0)[0]
         expected = weights(attend, q, k, None) @ reference.shared(v, q.shape[1])
         if (value := deviation(found, expected)) > SAME and expected.isfinite().all():
             what = f"the output is not the sum of values times weights{worst_heads(found, expected, SAME)}"
-            do = "check which value head each query head takes, and the axis that is summed over"
+            do = "check which value head each query head uses, and the axis of the sum"
             yield Finding("values", where, what, do, value, SAME)
             continue
         cap = patient.model.config.soft_cap
