@@ -143,7 +143,7 @@ def test_evaluating_conversations_counts_answers_only(settings, tmp_path, base):
     ],
     ids=lambda value: " ".join(value)[:50],
 )
-def test_what_cannot_be_finetuned_is_refused_in_one_line(base, overrides, message):
+def test_impossible_finetuning_is_refused_in_one_line(base, overrides, message):
     write_chat()
     paths = [] if any(one.startswith("data.paths") for one in overrides) else ["data.paths=[chat.jsonl]"]
     result = command(train.__file__, "experiment=finetune", *paths, *QUIET, "steps=20", *overrides)

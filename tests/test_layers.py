@@ -36,7 +36,7 @@ def imports(path) -> set[tuple[str, bool]]:
 
 
 @pytest.mark.parametrize("package", ALLOWED)
-def test_packages_import_what_lies_below_them_only(package):
+def test_packages_import_only_from_lower_layers(package):
     ours = {*ALLOWED, "train", "tests"}
     files = sorted((REPOSITORY / package).rglob("*.py"))
     assert files

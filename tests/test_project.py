@@ -30,7 +30,7 @@ def test_a_template_asks_questions_with_labels(name):
     assert len(set(ids)) == len(ids)
 
 
-def test_the_workflow_runs_what_the_makefile_has():
+def test_the_workflow_runs_commands_of_the_makefile():
     jobs = read(".github/workflows/tests.yml")["jobs"]
     commands = [step["run"] for job in jobs.values() for step in job["steps"] if "run" in step]
     assert {"make lint", "make quick", "make test"} <= set(commands)
@@ -39,13 +39,13 @@ def test_the_workflow_runs_what_the_makefile_has():
         assert re.search(rf"^{command.removeprefix('make ')}:", makefile, re.MULTILINE), command
 
 
-def test_the_workflow_has_every_python_that_is_supported():
+def test_the_workflow_tests_every_supported_python():
     versions = read(".github/workflows/tests.yml")["jobs"]["tests"]["strategy"]["matrix"]["python"]
     low, high = (int(minor) for minor in re.fullmatch(r">=3\.(\d+),<3\.(\d+)", PROJECT["requires-python"]).groups())
     assert versions == [f"3.{minor}" for minor in range(low, high)]
 
 
-def test_the_hooks_have_the_ruff_of_the_lock_file():
+def test_the_hooks_use_the_locked_version_of_ruff():
     (hooks,) = read(".pre-commit-config.yaml")["repos"]
     locked = re.search(r"^ruff==(.+)$", (REPOSITORY / "requirements.lock").read_text(encoding="utf-8"), re.MULTILINE)
     assert hooks["rev"] == f"v{locked[1]}"

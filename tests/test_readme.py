@@ -146,7 +146,7 @@ def test_the_command_works(folder, line):
 
 
 @pytest.mark.parametrize("line", NETWORK)
-def test_what_needs_the_network_composes(settings, line):
+def test_commands_that_need_the_network_compose(settings, line):
     program, *words = shlex.split(line)
     if program == "wandb":
         from wandb.cli.cli import cli as wandb_cli
@@ -242,7 +242,7 @@ def anchors(text: str) -> set[str]:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_every_link_leads_somewhere(page):
+def test_every_link_has_a_target(page):
     for link in re.findall(r"\]\(([^)\s]+)\)", PAGES[page]):
         if link.startswith("https://"):
             continue
@@ -252,7 +252,7 @@ def test_every_link_leads_somewhere(page):
         assert not anchor or anchor in anchors(path.read_text(encoding="utf-8")), link
 
 
-def test_every_file_that_a_page_names_is_there():
+def test_every_file_named_on_a_page_exists():
     kept = [path for path in REPOSITORY.iterdir() if path.name[0] != "." and path.name not in ("runs", "corpora")]
     there = [path for top in kept for path in (top.rglob("*") if top.is_dir() else [top])]
     names = {span for span in INLINE if re.fullmatch(r"[\w/]+\.(py|cpp|yaml|png|md)", span)}

@@ -38,7 +38,7 @@ def full_disk() -> int:
 @pytest.mark.parametrize(
     ("lost", "number"), [(nobody_reads, errno.EPIPE), (closed_terminal, errno.EIO), (full_disk, errno.ENOSPC)]
 )
-def test_text_that_cannot_be_written_is_dropped_and_it_is_said_once(lost, number, capsys, monkeypatch):
+def test_text_that_cannot_be_written_is_dropped_with_one_warning(lost, number, capsys, monkeypatch):
     descriptor = lost()
     output = Output(descriptor, note="going on without")
     stream = io.TextIOWrapper(output, write_through=True)
@@ -58,7 +58,7 @@ def test_text_that_cannot_be_written_is_dropped_and_it_is_said_once(lost, number
 
 
 @pytest.mark.parametrize("lost", [nobody_reads, full_disk])
-def test_text_that_is_what_was_asked_for_raises_where_it_cannot_be_written(lost):
+def test_requested_output_raises_if_it_cannot_be_written(lost):
     stream = io.TextIOWrapper(Output(lost(), needed=True), write_through=True)
     with pytest.raises(OSError) as raised:
         stream.write("a line")
@@ -66,7 +66,7 @@ def test_text_that_is_what_was_asked_for_raises_where_it_cannot_be_written(lost)
     stream.write("what comes later goes nowhere")
 
 
-def test_a_pipe_that_does_not_block_gets_all_of_a_text():
+def test_a_non_blocking_pipe_receives_the_complete_text():
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     text = b"line\n" * 100_000
@@ -102,20 +102,20 @@ def shown(script: str, **options) -> subprocess.CompletedProcess:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1", "cp1252"])
-def test_a_console_that_lacks_a_letter_shows_its_number(encoding):
+def test_a_character_missing_in_the_encoding_is_escaped(encoding):
     result = shown(r"import sys; print('☃'); print('☃', file=sys.stderr)", environment={"PYTHONIOENCODING": encoding})
     assert (result.returncode, result.stdout, result.stderr) == (0, "\\u2603\n", "\\u2603\n")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shell", [">&-", "2>&-", ">&- 2>&-", ">/dev/full", "2>/dev/full", ">/dev/full 2>&1", "<&-"])
-def test_closed_and_full_streams_end_nothing(shell):
+def test_closed_and_full_streams_do_not_end_the_program(shell):
     result = shown("import sys; print('text'); print('text', file=sys.stderr); sys.stdin.read()", shell=shell)
     assert result.returncode == 0, result.stderr
 
 
 @pytest.mark.slow
-def test_rich_does_not_end_the_process_whose_reader_has_left():
+def test_rich_does_not_end_a_process_with_a_closed_pipe():
     writer = nobody_reads()
     code = """
 from conf import console
@@ -131,7 +131,7 @@ console.check()
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_before_the_loop_ends_a_command_in_order(number):
+def test_a_signal_before_the_loop_ends_a_command_cleanly(number):
     code = f"""
 import os, signal, sys
 from conf import console

@@ -86,7 +86,7 @@ def test_run_folders_are_new_unless_a_run_is_resumed(tmp_path):
 
 
 @pytest.mark.slow
-def test_every_script_imports_what_it_needs():
+def test_every_script_can_be_imported_alone():
     """In a process of its own that has imported torch alone."""
     names = [f"scripts.{path.stem}" for path in (REPOSITORY / "scripts").glob("*.py") if path.stem != "__init__"]
     code = f"""
@@ -164,7 +164,7 @@ def test_a_signal_ends_the_whole_sweep(capsys, monkeypatch, ended):
 
 
 @pytest.mark.slow
-def test_a_sweep_resumes_what_failed_and_leaves_what_is_done(tmp_path):
+def test_a_sweep_resumes_failed_jobs_and_skips_finished_ones(tmp_path):
     (tmp_path / "t.txt").write_text("\n".join(map(str, range(2000))))
     settings = [TRAIN, "-m", "experiment=smoke", "tracking.mode=disabled", "data=files", "tokenizer=bytes", "steps=2"]
     settings += ["data.paths=[t.txt]", "precision=fp32", "kernels=false", "compile=false", "sample.tokens=3"]
@@ -184,7 +184,7 @@ def test_a_sweep_resumes_what_failed_and_leaves_what_is_done(tmp_path):
 @pytest.mark.parametrize(
     ("name", "value"), [("RANK", "abc"), ("WORLD_SIZE", "0"), ("WORLD_SIZE", ""), ("LOCAL_RANK", "-1"), ("RANK", "1.5")]
 )
-def test_an_environment_that_names_no_rank_is_one_line(name, value):
+def test_an_environment_without_a_rank_is_a_one_line_error(name, value):
     result = command(TRAIN, "dry_run=true", **{name: value})
     assert result.returncode == 2 and result.stdout == ""
     assert result.stderr.count("\n") == 1
@@ -192,7 +192,7 @@ def test_an_environment_that_names_no_rank_is_one_line(name, value):
 
 
 @pytest.mark.parametrize("content", ["[" * 100_000, "", "[]", '{"arguments": 5}', '{"seq_len": ' + "1" * 5000])
-def test_a_checkpoint_that_does_not_say_a_setting_is_one_line(tmp_path, content):
+def test_a_checkpoint_that_lacks_a_setting_is_a_one_line_error(tmp_path, content):
     (tmp_path / "model.json").write_text(content)
     for name in ("seq_len", "d_model"):
         with pytest.raises(ValueError, match=f"^init_from: .*/model.json does not say {name}") as error:
@@ -200,7 +200,7 @@ def test_a_checkpoint_that_does_not_say_a_setting_is_one_line(tmp_path, content)
         assert "\n" not in str(error.value)
 
 
-def test_settings_of_a_checkpoint_are_found_in_a_home_folder(monkeypatch, tmp_path):
+def test_a_checkpoint_in_the_home_folder_is_found(monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "base").mkdir()
     (tmp_path / "base" / "model.json").write_text('{"seq_len": 32, "arguments": {"d_model": 16}}')

@@ -48,13 +48,13 @@ def value_of(override: str):
 
 
 @pytest.mark.parametrize("text", [*STRANGE, *MORE])
-def test_a_text_is_what_stands_there(text):
+def test_a_string_is_taken_literally(text):
     assert value_of(readable(f"prompt={text}", Generate, several=False)) == text
 
 
 @given(st.sampled_from(STRANGE), st.text(characters, max_size=8))
 @settings(deadline=None)
-def test_any_text_that_hydra_refuses_is_what_stands_there(strange, more):
+def test_strings_that_hydra_refuses_are_taken_literally(strange, more):
     argument = f"sample.prompt={more}{strange}"
     read = readable(argument, Train, several=False)
     assert value_of(read) == more + strange or (read == argument and isinstance(value_of(read), str))
@@ -63,7 +63,7 @@ def test_any_text_that_hydra_refuses_is_what_stands_there(strange, more):
 @given(st.sampled_from(STRANGE), st.lists(st.text(characters, max_size=8), max_size=2))
 @settings(deadline=None)
 @example("ü.txt", ["FALSE", "null", "1e3", "a\\(b"])
-def test_a_list_is_given_back_with_quotes_that_a_shell_and_hydra_read_as_it_was_meant(strange, others):
+def test_a_list_is_suggested_with_quotes_for_shell_and_hydra(strange, others):
     items = ["a" + "".join(c for c in item if c not in ",\"'[]\\").strip() for item in others] + [strange.strip()]
     with pytest.raises(ValueError, match="needs quotes: ") as refused:
         readable(f"data.paths=[{','.join(items)}]", Train, several=False)
@@ -96,7 +96,7 @@ def test_a_list_is_given_back_with_quotes_that_a_shell_and_hydra_read_as_it_was_
         ("data.paths=[\udcff.txt]", "data.paths=[\\udcff.txt] is not valid UTF-8"),
     ],
 )
-def test_what_has_parts_is_given_back(given, message):
+def test_values_with_several_parts_are_refused_with_a_suggestion(given, message):
     with pytest.raises(ValueError) as refused:
         readable(given, Train, several=given.startswith("resume"))
     assert message in str(refused.value)
@@ -115,12 +115,12 @@ def test_what_has_parts_is_given_back(given, message):
         "resume=null",
     ],
 )
-def test_what_hydra_reads_stays_as_it_is(argument):
+def test_values_that_hydra_parses_are_unchanged(argument):
     assert readable(argument, Train, several=False) == argument
     assert readable(argument, Train, several=True) == argument
 
 
-def test_values_of_several_runs_stay_several():
+def test_the_values_of_a_sweep_stay_separate():
     assert readable("name=a,b", Train, several=True) == "name=a,b"
     assert readable("checkpoint=a,b", Evaluate, several=False) == 'checkpoint="a,b"'
 

@@ -34,7 +34,7 @@ def settings(run: Path, *typed: str) -> Train:
     return parse(resumed.with_its_own(composed(*typed), list(typed), run, Train), Train)
 
 
-def test_a_run_that_is_resumed_has_its_own_settings_but_for_how_it_was_started(run):
+def test_a_resumed_run_keeps_its_settings_except_those_of_its_launch(run):
     cfg = settings(run, "resume=auto")
     assert (cfg.optimizer.name, cfg.optimizer.lr, cfg.model.d_ff, cfg.name) == ("adamw", 0.125, 40, "own")
     assert (cfg.steps, cfg.stop_after, cfg.resume) == (20, None, "auto")
@@ -47,23 +47,23 @@ def test_a_run_that_is_resumed_has_its_own_settings_but_for_how_it_was_started(r
         ("optimizer=muon", "name", "muon"),  # a group is as it was chosen
     ],
 )
-def test_what_is_typed_lies_over_them(run, typed, name, value):
+def test_the_command_line_overrides_the_settings_of_the_run(run, typed, name, value):
     assert getattr(settings(run, typed).optimizer, name) == value
 
 
-def test_what_an_experiment_sets_is_typed_too(run):
+def test_an_experiment_on_the_command_line_overrides_the_run_too(run):
     cfg = settings(run, "experiment=smoke", "steps=30")
     assert (cfg.model.d_ff, cfg.steps) == (composed("experiment=smoke").model.d_ff, 30)
     assert (cfg.optimizer.lr, cfg.every.log) == (0.125, 5)
 
 
-def test_epochs_that_are_typed_take_the_place_of_the_steps_it_had(run):
+def test_epochs_on_the_command_line_replace_the_steps_of_the_run(run):
     cfg = settings(run, "epochs=2")
     assert (cfg.steps, cfg.epochs) == (None, 2.0)
 
 
 @pytest.mark.parametrize("text", ["[1, 2", "- 1", "a: ${b}"])
-def test_a_damaged_config_is_one_line(run, text):
+def test_a_damaged_config_is_a_one_line_error(run, text):
     (run / "config.yaml").write_text(text)
     if text.startswith("a"):
         assert settings(run).name == "inkling"  # nothing in it is a setting
@@ -72,7 +72,7 @@ def test_a_damaged_config_is_one_line(run, text):
         settings(run)
 
 
-def test_a_folder_is_written_into_only_where_the_run_itself_is_named(run, tmp_path):
+def test_only_resuming_by_the_run_folder_writes_into_it(run, tmp_path):
     same = ["steps=9", "resume=auto", f'hydra.run.dir="{run}"']
     assert resumed.in_place([f"resume={run}", "steps=9"]) == same
     (run.parent / "empty").mkdir()
@@ -99,7 +99,7 @@ def rows(run: Path) -> list[dict]:
 
 
 @pytest.mark.slow
-def test_a_run_resumes_by_its_folder_alone_and_a_fork_gets_its_own():
+def test_a_run_resumes_by_its_folder_and_a_fork_gets_a_new_one():
     own = ["experiment=smoke", "steps=6", "optimizer=adamw", "optimizer.lr=0.003", "every.log=1", "sample.tokens=2"]
     quick = ["schedule.warmup=2", "every.evaluate=100"]
     for name, options in (("whole", []), ("parts", ["stop_after=3"])):

@@ -153,7 +153,7 @@ def test_the_scripts_settings_compose(settings):
         ("tokenizer.vocab_size=null", "needs tokenizer.vocab_size"),
     ],
 )
-def test_what_cannot_be_is_refused_with_the_values(settings, override, message):
+def test_impossible_settings_are_refused_with_their_values(settings, override, message):
     with pytest.raises(ValueError, match=message):
         settings(*([override] if isinstance(override, str) else override))
 
@@ -162,7 +162,7 @@ def test_what_cannot_be_is_refused_with_the_values(settings, override, message):
     ("name", "words"),
     [("positions", SCHEMES), ("rope_scaling", SCALINGS), ("norm", NORMS), ("feed_forward", FEED_FORWARDS)],
 )
-def test_the_words_of_the_settings_are_those_of_the_model(settings, name, words):
+def test_the_choices_of_the_settings_are_those_of_the_model(settings, name, words):
     (kind,) = (field.type for field in fields(ModelConfig) if field.name == name)
     assert {word for part in (kind, *get_args(kind)) for word in get_args(part) if isinstance(word, str)} == set(words)
     for word in words:
@@ -170,12 +170,12 @@ def test_the_words_of_the_settings_are_those_of_the_model(settings, name, words)
         GPT(300, settings(f"model.{name}={word}", *factor).model)
 
 
-def test_a_setting_that_is_missing_is_named(settings):
+def test_the_error_names_a_missing_setting(settings):
     with pytest.raises(ValueError, match="checkpoint is needed"):
         settings(config="generate", kind=Generate)
 
 
-def test_parsing_leaves_what_was_composed_as_it_was(settings):
+def test_parsing_does_not_change_the_composed_config(settings):
     composed = OmegaConf.create(asdict(settings()))
     before = OmegaConf.to_yaml(composed)
     parse(composed, Train)
@@ -204,7 +204,7 @@ def inner(of_type) -> set[type]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("config", SCHEMAS)
-def test_every_strange_value_of_every_setting_is_in_range_or_refused_by_name(config):
+def test_every_extreme_value_of_a_setting_is_in_range_or_refused_by_name(config):
     with initialize_config_dir(str(CONF), version_base="1.3"):
         composed = compose(config, overrides=GIVEN.get(config, []))
     OmegaConf.resolve(composed)
@@ -259,7 +259,7 @@ def test_every_number_has_an_upper_bound():
         ("import_hf", ImportHF, ["source", "target"]),
     ],
 )
-def test_every_setting_that_names_a_file_knows_the_home_folder(settings, monkeypatch, config, schema, names):
+def test_every_path_setting_expands_the_home_folder(settings, monkeypatch, config, schema, names):
     monkeypatch.setenv("HOME", "/home/me")
     lists = ("data.paths", "data.validation")
     given = [f"{name}={['~/a', 'b'] if name in lists else repr('~/a')}" for name in names]
@@ -269,14 +269,14 @@ def test_every_setting_that_names_a_file_knows_the_home_folder(settings, monkeyp
         assert OmegaConf.select(parsed, name) == (["/home/me/a", "b"] if name in lists else "/home/me/a")
 
 
-def test_corpora_that_are_mixed_lie_in_the_home_folder_too(settings, monkeypatch):
+def test_paths_of_mixed_corpora_expand_the_home_folder(settings, monkeypatch):
     monkeypatch.setenv("HOME", "/home/me")
     composed = OmegaConf.create(asdict(settings("data=mixture", "data.corpora={a: 1}")))
     composed.data.corpora = {"~/a": 0.5, "b": 0.5}
     assert parse(composed, Train).data.corpora == {"/home/me/a": 0.5, "b": 0.5}
 
 
-def test_a_run_is_as_long_as_steps_or_as_epochs_say(settings):
+def test_the_length_of_a_run_is_given_in_steps_or_epochs(settings):
     assert (settings().steps, settings().epochs) == (2400, None)
     assert (settings("epochs=0.5").steps, settings("epochs=0.5").epochs) == (None, 0.5)
     for both in (["epochs=2", "steps=10"], ["steps=null"]):

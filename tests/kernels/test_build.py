@@ -33,7 +33,7 @@ BUILDING = ["building the kernels for this machine, once"]
 
 
 @needs_compiler
-def test_a_damaged_library_is_built_again_and_never_loaded(tiny, tmp_path):
+def test_a_damaged_library_is_rebuilt_and_never_loaded(tiny, tmp_path):
     """As a power cut or a full disk leaves it; torch would end the process by a bus error."""
     assert tiny()[0] == BUILDING
     (path,) = (tmp_path / "extensions").iterdir()
@@ -46,7 +46,7 @@ def test_a_damaged_library_is_built_again_and_never_loaded(tiny, tmp_path):
 
 
 @needs_compiler
-def test_what_a_killed_build_leaves_is_not_waited_for(tiny, tmp_path):
+def test_the_lock_of_a_killed_build_is_not_waited_for(tiny, tmp_path):
     for name in ("lock", "tmp123/lock", "tmp123/built.so"):
         (tmp_path / "extensions" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "extensions" / name).touch()
@@ -55,7 +55,7 @@ def test_what_a_killed_build_leaves_is_not_waited_for(tiny, tmp_path):
 
 
 @needs_compiler
-def test_a_library_that_does_not_load_here_is_built_again_beside_it(tiny, tmp_path, monkeypatch):
+def test_a_library_that_does_not_load_here_is_rebuilt_next_to_it(tiny, tmp_path, monkeypatch):
     """Whole, but from a machine with other libraries, in a home that both share."""
     tiny()
     (path,) = (tmp_path / "extensions").iterdir()
@@ -75,7 +75,7 @@ def test_a_library_that_does_not_load_here_is_built_again_beside_it(tiny, tmp_pa
 
 
 @pytest.mark.parametrize("quantize", [False, True])
-def test_where_nothing_can_be_written_it_goes_on_and_says_so_in_a_line(small, tmp_path, monkeypatch, quantize):
+def test_an_unusable_cache_folder_gives_one_warning_and_no_kernels(small, tmp_path, monkeypatch, quantize):
     (tmp_path / "file").touch()
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "file" / "extensions"))
     monkeypatch.setattr(build, "loaded", lambda: False)
@@ -91,12 +91,12 @@ def test_where_nothing_can_be_written_it_goes_on_and_says_so_in_a_line(small, tm
 
 
 @pytest.mark.parametrize("command", ["false", "/no/such/compiler", "'unclosed", " ", "c++ -std=no"])
-def test_what_does_not_compile_is_no_compiler(monkeypatch, command):
+def test_a_program_that_does_not_compile_is_no_compiler(monkeypatch, command):
     monkeypatch.setenv("CXX", command)
     assert not build.has_compiler()
 
 
 @needs_compiler
-def test_a_compiler_may_come_with_options(monkeypatch):
+def test_a_compiler_may_have_options(monkeypatch):
     monkeypatch.setenv("CXX", f"{os.environ.get('CXX') or 'c++'} -O1")
     assert build.has_compiler()

@@ -18,7 +18,7 @@ SHAPES = [(64, 64), (32, 96), (96, 64), (96, 33), (32, 1), (48, 200), (17, 5), (
 @needs_compiler
 @pytest.mark.parametrize("int8", [False, True], ids=["fp32", "int8"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_the_kernel_multiplies_whatever_the_shape_and_each_row_as_if_alone(shape, int8):
+def test_the_kernel_multiplies_any_shape_and_each_row_as_if_alone(shape, int8):
     load_kernels()
     linear = nn.Linear(*shape, bias=False)
     packed = DecodeLinear(linear, int8)
@@ -38,7 +38,7 @@ def test_the_kernel_multiplies_whatever_the_shape_and_each_row_as_if_alone(shape
 
 
 @needs_compiler
-def test_threads_change_nothing():
+def test_the_number_of_threads_changes_no_value():
     load_kernels()
     packed, x = DecodeLinear(nn.Linear(48, 1000, bias=False)), torch.randn(5, 48)
     alone = packed(x)
@@ -49,7 +49,7 @@ def test_threads_change_nothing():
 @pytest.mark.parametrize("kernels", [pytest.param(True, marks=needs_compiler), False])
 @pytest.mark.parametrize("rows", [1, 3, FEW_ROWS, FEW_ROWS + 1])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
-def test_a_byte_a_weight_is_near_the_weight(kernels, rows, dtype, monkeypatch):
+def test_int8_weights_are_close_to_the_original_weights(kernels, rows, dtype, monkeypatch):
     """Within half a step of each row's scale; and the product is that with these bytes."""
     load_kernels() if kernels else monkeypatch.setattr(build, "loaded", lambda: False)
     linear, x = nn.Linear(48, 33, bias=False), torch.randn(1, rows, 48, dtype=dtype)
@@ -74,7 +74,7 @@ def test_a_row_of_zeros_stays_zero():
 @needs_compiler
 @pytest.mark.parametrize("d", [8, 48, 20, 3])
 @pytest.mark.parametrize("groups", [1, 2, 6])
-def test_attention_of_one_query_is_that_of_the_paper_and_reads_no_hidden_key(d, groups):
+def test_attention_of_one_query_equals_the_papers_and_skips_hidden_keys(d, groups):
     """Keys and values are slices of longer tensors, as a cache has them; what is hidden is NaN. A blind row gives 0."""
     load_kernels()
     attend = partial(attention, bias=None, soft_cap=None, dropout_p=0.0, otherwise=fused_attention)
@@ -100,7 +100,7 @@ def test_attention_of_one_query_is_that_of_the_paper_and_reads_no_hidden_key(d, 
 
 
 @needs_compiler
-def test_what_does_not_fit_is_refused():
+def test_shapes_that_do_not_fit_are_refused():
     load_kernels()
     with pytest.raises(RuntimeError, match="do not fit"):
         DecodeLinear(nn.Linear(64, 64, bias=False))(torch.randn(2, 50))
@@ -117,7 +117,7 @@ CASES = [
 
 @needs_compiler
 @pytest.mark.parametrize("arguments", CASES, ids=str)
-def test_a_model_pack_for_decoding_writes_what_the_model_writes(small, arguments):
+def test_a_packed_model_generates_the_same_text(small, arguments):
     """Logits to 1e-5, tokens equal, for rows of different lengths, past the window, and extended."""
     model = small(**arguments).float()
     tokens, rows = torch.randint(17, (3, 30)), [[1, 2, 3, 4, 5], [6], [7, 8]]
@@ -142,7 +142,7 @@ def test_a_model_pack_for_decoding_writes_what_the_model_writes(small, arguments
 @needs_compiler
 @pytest.mark.parametrize("int8", [False, True], ids=["fp32", "int8"])
 @pytest.mark.parametrize("d_head", range(1, 9))
-def test_heads_may_be_of_any_width(small, d_head, int8):
+def test_heads_may_have_any_width(small, d_head, int8):
     """Of every position scheme and pairing: a token by the kernels is that of one pass, with a cache and without."""
     even = [{"pairing": "half"}, {"pairing": "interleaved", "qk_norm": True}, {"window": 3, "n_kv_heads": 4}]
     cases = even if d_head % 2 == 0 else []
@@ -157,7 +157,7 @@ def test_heads_may_be_of_any_width(small, d_head, int8):
 
 @needs_compiler
 @pytest.mark.parametrize("int8", [False, True])
-def test_a_packed_model_in_bfloat16_stays_near_itself(small, int8):
+def test_a_packed_model_in_bfloat16_stays_close_to_float32(small, int8):
     model, tokens = pack_for_decoding(small(d_model=64, d_ff=96).float(), int8), torch.randint(17, (2, 8))
     expected = model(tokens)
     model, cache = model.bfloat16(), model.new_cache()
@@ -166,7 +166,7 @@ def test_a_packed_model_in_bfloat16_stays_near_itself(small, int8):
 
 
 @needs_compiler
-def test_int8_rows_are_those_they_are_alone(small):
+def test_int8_rows_of_a_batch_equal_the_rows_alone(small):
     model, rows = pack_for_decoding(small(d_model=64, d_ff=96).float(), int8=True), [[1, 2, 3, 4], [6], [7, 8]]
     together = torch.stack(list(generate(model, rows, 20)), 1).tolist()
     for i, row in enumerate(rows):
@@ -174,7 +174,7 @@ def test_int8_rows_are_those_they_are_alone(small):
 
 
 @pytest.mark.parametrize("arguments", [{}, {"tied": True, "vocab_multiple": 8}, {"positions": "alibi"}], ids=str)
-def test_a_quantized_model_says_nearly_what_it_said(small, arguments):
+def test_a_quantized_model_has_nearly_the_same_logits(small, arguments):
     model = small(d_model=64, d_ff=96, **arguments).float()
     tokens = torch.randint(17, (8, 30))
     loss, _ = model(tokens, targets=tokens.roll(-1, 1))
@@ -187,7 +187,7 @@ def test_a_quantized_model_says_nearly_what_it_said(small, arguments):
 
 @pytest.mark.parametrize("int8", [False, True])
 @pytest.mark.parametrize("compiler", ["/no/such/compiler", "false", "'unclosed"])
-def test_without_a_compiler_it_goes_on_and_says_so(compiler, int8, small, tmp_path, monkeypatch):
+def test_without_a_compiler_generation_works_and_warns(compiler, int8, small, tmp_path, monkeypatch):
     monkeypatch.setenv("CXX", compiler)
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "extensions"))
     monkeypatch.setattr(build, "loaded", lambda: False)
@@ -201,14 +201,14 @@ def test_without_a_compiler_it_goes_on_and_says_so(compiler, int8, small, tmp_pa
     assert list((tmp_path / "extensions").iterdir()) == []
 
 
-def test_a_model_in_another_type_stays_as_it_is(small):
+def test_a_model_in_another_dtype_is_not_packed(small):
     model = small()
     before = dict(model.named_modules())
     assert dict(pack_for_decoding(model).named_modules()) == before
 
 
 @needs_compiler
-def test_a_tied_head_gets_weights_of_its_own():
+def test_a_tied_head_is_packed_separately():
     model = GPT(17, ModelConfig(16, 1, 2, 24, 32, tied=True))
     embedding = model.embedding.weight
     pack_for_decoding(model)

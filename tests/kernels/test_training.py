@@ -70,7 +70,7 @@ HEADS = [(1, 1, 1, 1, 1), (2, 4, 2, 7, 3), (1, 2, 1, 50, 16), (2, 2, 2, 130, 20)
 
 
 @pytest.mark.parametrize("shape", [*HEADS, (1, 2, 1, 97, 33), (1, 1, 1, 257, 8)], ids=str)
-def test_attention_is_that_of_the_paper_wherever_its_numbers_lie(shape):
+def test_attention_equals_the_papers_for_any_strides(shape):
     b, h, g, s, d = shape
     q, k, v = torch.randn(b, s, h, d).transpose(1, 2), torch.randn(b, g, s, d), torch.randn(b, s, g, d).transpose(1, 2)
     same(attention, paper_attention, q, k, v)
@@ -78,13 +78,13 @@ def test_attention_is_that_of_the_paper_wherever_its_numbers_lie(shape):
     assert attention(q, k, v).transpose(1, 2).is_contiguous()
 
 
-def test_attention_with_scores_beyond_what_exp_can_hold():
+def test_attention_with_scores_that_overflow_exp():
     q, k, v = torch.randn(3, 1, 2, 60, 16).unbind()
     same(attention, paper_attention, 100 * q, k, v, tolerance=1e-3)
 
 
 @pytest.mark.parametrize("first", [1, 50, 101, 199])
-def test_no_query_knows_of_later_keys(first):
+def test_no_query_attends_to_later_keys(first):
     """Not a bit of its result, nor of a gradient."""
     whole = torch.randn(3, 1, 2, 200, 16)
     other = whole.clone()
@@ -122,13 +122,13 @@ def test_heads_are_normed_and_rotated(d, own_positions, pairing):
 
 
 @pytest.mark.parametrize("shape", [(1, 2), (3, 7), (200, 128), (5, 30, 33)], ids=str)
-def test_norms(shape):
+def test_norms_equal_those_of_the_model(shape):
     x, weight = torch.randn(shape), torch.randn(shape[-1])
     same(lambda x, g: leaf("rms_norm")(x, g, 0.1), lambda x, g: functional.rms_norm(x, g, 0.1), x, weight)
 
 
 @pytest.mark.parametrize("shape", [(1, 2), (3, 7), (200, 128), (5, 30, 33)], ids=str)
-def test_gates(shape):
+def test_gated_feed_forwards_equal_those_of_the_model(shape):
     gate, up, weight = 10 * torch.randn(shape), torch.randn(shape), torch.randn(11, shape[-1])
 
     def paper(gate, up, w):
@@ -146,13 +146,13 @@ def gated_linear(gate, up, weight):
     return leaf("gated_linear")(gate, up, down)
 
 
-def test_gates_that_are_far_open_or_shut():
+def test_gates_with_very_large_inputs_are_exact():
     gate = torch.tensor([-1e4, -200.0, -88.0, 88.0, 200.0, 1e4, torch.nan])
     y = gated_linear(gate.unsqueeze(1), torch.ones(7, 1), torch.ones(1, 1)).squeeze(1)
     torch.testing.assert_close(y, silu(gate), rtol=1e-5, atol=1e-30, equal_nan=True)
 
 
-def test_who_looks_into_the_matrix_after_the_gates_finds_it_called():
+def test_hooks_on_the_matrix_after_the_gates_are_called():
     down, seen = nn.Linear(4, 4, bias=False), []
     down.register_forward_pre_hook(lambda module, given: seen.append(given[0]))
     gate, up = torch.randn(2, 100, 4)
@@ -162,7 +162,7 @@ def test_who_looks_into_the_matrix_after_the_gates_finds_it_called():
 
 
 @pytest.mark.parametrize("p", [0.05, 0.5, 0.999])
-def test_dropout(p):
+def test_dropout_has_the_right_rate_scale_and_gradient(p):
     """Nothing but zeros and scaled numbers, as many as p says, without a pattern; the same in the gradient."""
     n = 100_003
     x = torch.rand(n).add_(0.5).requires_grad_()
@@ -180,7 +180,7 @@ def test_dropout(p):
         assert abs((a * b).sum().item()) < 4.5 * math.sqrt(len(a))  # of sums that are normal with sqrt(n)
 
 
-def test_dropout_is_a_function_of_the_generator_and_of_nothing_else():
+def test_dropout_depends_only_on_the_generator():
     x, dropout = torch.rand(300, 70), leaf("dropout")
     torch.manual_seed(5)
     one, two = dropout(x, 0.5), dropout(x, 0.5)
@@ -192,7 +192,7 @@ def test_dropout_is_a_function_of_the_generator_and_of_nothing_else():
 
 
 @pytest.mark.parametrize("shape", [(1, 3, 2), (100, 16, 5), (300, 33, 70), (150, 8, 20000)], ids=str)
-def test_the_loss(shape):
+def test_the_loss_equals_that_of_the_model(shape):
     """In one piece and in several; some targets are ignored, and once all; of a part of the logits, too."""
     rows, d, vocab = shape
     hidden, head = torch.randn(rows, d), 0.3 * torch.randn(vocab + 3, d)
@@ -211,7 +211,7 @@ def head_loss(x, weight, targets, vocab):
     return leaf("head_loss")(lambda x: (x @ weight.t())[..., :vocab], x, targets, [weight])
 
 
-def test_parameters_that_share_a_gradient_get_it_once_from_each_chunk(monkeypatch):
+def test_tied_parameters_get_their_gradient_once_from_each_chunk(monkeypatch):
     monkeypatch.setattr(training, "CHUNK", 1)
     x, weight, targets = torch.randn(384, 8), torch.randn(5, 8), torch.randint(5, (384,))
     biases = [torch.randn(5, requires_grad=True) for _ in range(2)]
@@ -233,7 +233,7 @@ class Largest(TorchDispatchMode):
         return result
 
 
-def test_many_logits_never_exist_all_at_once():
+def test_the_logits_never_exist_all_at_once():
     hidden, targets = torch.randn(1024, 4, requires_grad=True), torch.randint(50000, (1024,))
     head = torch.randn(50000, 4, requires_grad=True)
     with Largest() as largest:
@@ -241,7 +241,7 @@ def test_many_logits_never_exist_all_at_once():
     assert largest.numel <= 1024 * 50000 / 8
 
 
-def test_threads_change_nothing():
+def test_the_number_of_threads_changes_no_value():
     """Bit for bit, and so from run to run."""
     x, targets, weight = torch.randn(301, 130), torch.randint(301, (301,)), torch.randn(130)
 
@@ -260,7 +260,7 @@ def test_threads_change_nothing():
         assert all(torch.equal(a, b) for a, b in zip(alone, everything(), strict=True))
 
 
-def test_what_does_not_fit_is_refused():
+def test_shapes_that_do_not_fit_are_refused():
     ops, x = torch.ops.inkling, torch.randn(2, 4, 6, 8)
     for k, v in ((x, x[..., :7]), (x[:, :3], x[:, :3]), (x, x[:1])):
         with pytest.raises(RuntimeError, match="do not fit"):
@@ -318,7 +318,7 @@ def test_every_layer_calls_the_kernels(small):
 
 
 @pytest.mark.parametrize("how", ["float64", "bfloat16", "autocast", "few rows"])
-def test_what_the_kernels_do_not_cover_goes_on_as_before(how, small, monkeypatch):
+def test_models_that_the_kernels_do_not_cover_run_without_them(how, small, monkeypatch):
     monkeypatch.setattr(training, "MANY_ROWS", 64)
     plain, fast = pair(small)
     tokens = torch.randint(17, (1, 3) if how == "few rows" else (4, 30))
@@ -331,7 +331,7 @@ def test_what_the_kernels_do_not_cover_goes_on_as_before(how, small, monkeypatch
         assert torch.equal(results[1][name], value), name
 
 
-def test_copies_pickles_and_longer_ones_are_models_of_their_own(small):
+def test_copies_pickles_and_extended_models_are_independent(small):
     plain, fast = pair(small)
     tokens = torch.randint(17, (4, 30))
     expected = plain(tokens)
@@ -365,7 +365,7 @@ def test_other_ways_to_run_a_model_still_work(small):
     torch.testing.assert_close(fast(**batch)[0], plain(**batch)[0], rtol=1e-5, atol=1e-5)
 
 
-def test_what_is_computed_again_drops_the_same(small):
+def test_recomputed_activations_have_the_same_dropout(small):
     tokens, found = torch.randint(17, (4, 30)), []
     _, model = pair(small, dropout=0.5, attention_dropout=0.0)
     for _ in range(2):
@@ -376,7 +376,7 @@ def test_what_is_computed_again_drops_the_same(small):
         assert torch.equal(value, found[1][name]), name
 
 
-def test_without_a_compiler_there_are_none_and_a_line_says_so(tmp_path, monkeypatch):
+def test_without_a_compiler_there_are_no_kernels_and_one_warning(tmp_path, monkeypatch):
     monkeypatch.setenv("CXX", "/no/such/compiler")
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "extensions"))
     monkeypatch.setattr(build, "loaded", lambda: False)

@@ -57,7 +57,7 @@ def test_a_worked_example():
     torch.testing.assert_close(y[1], torch.ones(4, 8, dtype=torch.float64))
 
 
-def test_heads_side_by_side_are_the_heads_one_by_one():
+def test_all_heads_at_once_equal_the_heads_one_by_one():
     module, x = attention(), some()
     parts = torch.zeros_like(x)
     for head in range(4):
@@ -70,7 +70,7 @@ def test_heads_side_by_side_are_the_heads_one_by_one():
     torch.testing.assert_close(parts, module(x))
 
 
-def test_batched_is_a_loop_over_rows_and_heads():
+def test_batched_attention_equals_a_loop_over_rows_and_heads():
     module, x = attention(use_rope=False), some()
     out = torch.zeros_like(x)
     for row in range(2):
@@ -83,7 +83,7 @@ def test_batched_is_a_loop_over_rows_and_heads():
     torch.testing.assert_close(module(x), out)
 
 
-def test_columns_belong_to_heads_in_the_order_h_d_and_not_d_h():
+def test_columns_are_split_into_heads_in_the_order_h_d_and_not_d_h():
     x = some(2, 9, 12)
     torch.testing.assert_close(
         rearrange(rearrange(x, "b s (h d) -> b h s d", h=3), "b h s d -> b s (h d)"), x, rtol=0, atol=0
@@ -97,7 +97,7 @@ def test_columns_belong_to_heads_in_the_order_h_d_and_not_d_h():
     assert not torch.allclose(module(x), y["(d h)"], atol=1e-3)
 
 
-def test_a_head_does_not_hear_of_another():
+def test_heads_are_independent_of_each_other():
     module, x = attention(), some()
     torch.nn.init.eye_(module.wo.weight)
     before = module(x).detach()
@@ -120,7 +120,7 @@ def test_grouped_query_attention_is_full_attention_with_repeated_heads():
     torch.testing.assert_close(grouped(x), full(x))
 
 
-def test_qk_norm_makes_the_size_of_queries_and_keys_irrelevant():
+def test_with_qk_norm_the_scale_of_queries_and_keys_is_irrelevant():
     normed, plain, x = attention(qk_norm=True, norm_eps=1e-12), attention(), some()
     for module, same in ((normed, True), (plain, False)):
         before = module(x).detach()
@@ -158,7 +158,7 @@ VARIANTS = {
 
 @pytest.mark.parametrize("n_kv_heads", [4, 2, 1])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_fused_and_written_agree_in_values_and_gradients(n_kv_heads, variant):
+def test_fused_and_math_agree_in_values_and_gradients(n_kv_heads, variant):
     module, x, results = attention(n_kv_heads=n_kv_heads, qk_norm=True), some(), []
     for module.ops in (TORCH, MATH):
         module.zero_grad()
@@ -173,7 +173,7 @@ def test_fused_and_written_agree_in_values_and_gradients(n_kv_heads, variant):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("heads", [4, 2])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_fused_is_written_for_every_type_of_number(dtype, heads, variant):
+def test_fused_and_math_agree_in_every_dtype(dtype, heads, variant):
     q, *kv = (torch.randn(2, h, 9, 8, dtype=torch.float64).to(dtype).requires_grad_() for h in (4, heads, heads))
     given = {"mask": None, "bias": None, **VARIANTS[variant]}
     if given["mask"] is not None and given["mask"].ndim == 3:
@@ -217,13 +217,13 @@ def test_qk_norm_comes_before_rope():
     torch.testing.assert_close(maps[0], weights)
 
 
-def test_a_mask_without_head_axis_stands_for_all_heads():
+def test_a_mask_without_head_axis_applies_to_all_heads():
     module, x, mask = attention(), some(), attention_mask(9, 9, padding=PADDING)
     assert torch.equal(module(x, mask=mask[:, 0]), module(x, mask=mask))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_dropout_only_in_training(backend):
+def test_dropout_acts_only_in_training(backend):
     module, x = attention(dropout=0.5), some()
     module.ops = BACKENDS[backend]
     assert torch.equal(module(x), module(x))
@@ -255,7 +255,7 @@ def test_a_soft_cap_bounds_the_weights():
 
 
 @pytest.mark.parametrize("arguments", [{}, {"n_kv_heads": 1, "qk_norm": True}])
-def test_the_collected_weights_are_what_the_fused_path_used(arguments):
+def test_the_collected_weights_are_those_of_the_fused_path(arguments):
     module, x = attention(**arguments), some()
     module.train()
     fused = module(x)
@@ -268,7 +268,7 @@ def test_the_collected_weights_are_what_the_fused_path_used(arguments):
     torch.testing.assert_close(module.wo(rearrange(weights @ v, "b h s d -> b s (h d)")), fused)
 
 
-def test_each_layer_and_head_is_collected_and_nothing_stays(small):
+def test_every_layer_and_head_is_collected_and_no_hook_remains(small):
     model, tokens = small(n_layers=3), torch.randint(17, (2, 6))
     before = [block.attention.ops for block in model.blocks]
     logits = model(tokens)
@@ -292,7 +292,7 @@ def test_each_layer_and_head_is_collected_and_nothing_stays(small):
 
 
 @pytest.mark.slow
-def test_a_compiled_model_is_collected_from_too_and_stays_compiled(small):
+def test_weights_are_collected_from_a_compiled_model_which_stays_compiled(small):
     model, tokens, compiled = small(), torch.randint(17, (2, 6)), []
 
     def backend(graph, inputs):
@@ -323,7 +323,7 @@ def test_values_are_never_rotated():
     torch.testing.assert_close(far[:, -1], module.wo(module.wv(x)).mean(1))
 
 
-def test_positions_may_be_the_same_for_all_rows_or_each_rows_own():
+def test_positions_may_be_shared_by_all_rows_or_given_for_each_row():
     module, x = attention(), some()
     own = torch.stack([torch.tensor([0, 3, 4, 5, 9, 11, 12, 13, 31]), torch.arange(9)])
     y = module(x, own)
@@ -332,7 +332,7 @@ def test_positions_may_be_the_same_for_all_rows_or_each_rows_own():
     assert torch.equal(module(x, torch.arange(9)), module(x))
 
 
-def test_slots_not_yet_written_are_zero():
+def test_unused_cache_slots_are_zero():
     cache, module = KVCache(1, capacity=20), attention()
     cache.reserve(2, 9, torch.device("cpu"))
     module(some(), cache=cache.layer(0, cache.next_slots(9)))
@@ -343,7 +343,7 @@ def test_slots_not_yet_written_are_zero():
 
 
 @pytest.mark.parametrize(("rows", "tokens", "message"), [(1, 3, "2 rows, got 1"), (2, 12, "21 tokens.*capacity 20")])
-def test_what_does_not_fit_the_cache_is_refused(rows, tokens, message):
+def test_keys_that_do_not_fit_the_cache_are_refused(rows, tokens, message):
     cache = KVCache(1, capacity=20)
     cache.reserve(2, 9, torch.device("cpu"))
     cache.advance(9)
@@ -371,7 +371,7 @@ def test_what_does_not_fit_the_cache_is_refused(rows, tokens, message):
         ({"rope_scaling": "ntk", "rope_factor": 2.0, "n_heads": 8}, "at least 4, got 2"),
     ],
 )
-def test_what_does_not_fit_is_refused_with_both_values(arguments, message):
+def test_sizes_that_do_not_fit_are_refused_with_both_values(arguments, message):
     with pytest.raises(ValueError, match=message):
         attention(**arguments)
 

@@ -48,7 +48,7 @@ def test_softmax_sums_to_1_keeps_order_and_ignores_shifts(shape, dim):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("dim", [0, 1, -1])
-def test_softmax_is_torchs_in_value_and_gradient(dtype, dim):
+def test_softmax_equals_torchs_in_value_and_gradient(dtype, dim):
     x, weight = (3 * torch.randn(4, 5, 6)).to(dtype), torch.randn(4, 5, 6).to(dtype)
     ours, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
     (softmax(ours, dim) * weight).sum().backward()
@@ -68,7 +68,7 @@ def test_no_exponent_is_above_0(monkeypatch):
 
 
 @pytest.mark.parametrize(("dtype", "fits", "overflows"), [(torch.float32, 88, 89), (torch.float16, 11, 12)])
-def test_the_naive_form_overflows_where_ours_does_not(dtype, fits, overflows):
+def test_the_naive_softmax_overflows_where_ours_does_not(dtype, fits, overflows):
     assert torch.isfinite(torch.tensor(fits, dtype=dtype).exp())
     assert torch.isinf(torch.tensor(overflows, dtype=dtype).exp())
     for form, finite in ((naive_softmax, False), (softmax, True)):
@@ -81,7 +81,7 @@ def test_the_naive_form_overflows_where_ours_does_not(dtype, fits, overflows):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_row_that_may_look_nowhere_gives_zeros_in_value_and_gradient(dtype):
+def test_a_fully_masked_row_gives_zeros_in_value_and_gradient(dtype):
     x = torch.tensor([[-math.inf] * 3, [0.0, 1.0, -math.inf]], dtype=dtype, requires_grad=True)
     y = softmax(x)
     (y * torch.randn(3, dtype=dtype)).sum().backward()
@@ -102,7 +102,7 @@ def qkv(*shape, T_k=None, d_v=None, dtype=torch.float64):
     return [torch.randn(s, dtype=torch.float64).to(dtype).requires_grad_() for s in shapes]
 
 
-def test_each_score_is_the_dot_product_over_the_root_of_the_width():
+def test_each_score_is_the_dot_product_divided_by_the_root_of_the_width():
     q, k, v = qkv(2, 3, 4, 8)
     _, weights = scaled_dot_product_attention(q, k, v)
     for b in range(2):
@@ -125,7 +125,7 @@ def test_scores_have_variance_1_whatever_the_width(d_k):
     assert difference.var() / 2 == pytest.approx(1, rel=0.1)
 
 
-def test_without_the_root_the_softmax_saturates_and_its_gradient_shrinks():
+def test_without_scaling_the_softmax_saturates_and_its_gradient_shrinks():
     q, k, v = qkv(500, 1, 1024, T_k=8)
     peak, gradient = [], []
     for scale in (1.0, 1024**0.5):  # the second undoes the division
@@ -159,7 +159,7 @@ KINDS = ["none", "causal", "window", "padding", "documents", "all"]
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("T_q", [5, 2])
 @pytest.mark.parametrize("kind", KINDS)
-def test_written_out_it_is_torchs_kernel(kind, T_q, dtype):
+def test_our_attention_equals_torchs_kernel(kind, T_q, dtype):
     mask = causal_with(kind, T_q)
     q, k, v = qkv(2, 3, T_q, 8, T_k=5, dtype=dtype)
     out, weights = scaled_dot_product_attention(q, k, v, mask)
@@ -184,7 +184,7 @@ def test_written_out_it_is_torchs_kernel(kind, T_q, dtype):
 
 @pytest.mark.parametrize("kind", KINDS[1:])
 @pytest.mark.parametrize("path", ["written", "fused"])
-def test_what_is_masked_changes_no_bit_of_outputs_and_gradients(kind, path):
+def test_masked_keys_change_no_bit_of_outputs_and_gradients(kind, path):
     mask = causal_with(kind).expand(2, 3, 5, 5)
     q, k, v = qkv(2, 3, 5, 8, dtype=torch.float32)
 
@@ -221,7 +221,7 @@ def test_the_output_lies_in_the_convex_hull_of_the_values():
 
 
 @pytest.mark.parametrize("lead", [(), (3,), (2, 3), (2, 1, 3)])
-def test_any_leading_axes_and_the_shapes_of_cross_attention(lead):
+def test_any_leading_axes_and_the_shapes_of_cross_attention_are_accepted(lead):
     q, k, v = qkv(*lead, 4, 6, T_k=7, d_v=5)
     out, weights = scaled_dot_product_attention(q, k, v)
     assert out.shape == (*lead, 4, 5)
@@ -229,7 +229,7 @@ def test_any_leading_axes_and_the_shapes_of_cross_attention(lead):
     torch.testing.assert_close(out, F.scaled_dot_product_attention(q, k, v))
 
 
-def test_dropout_falls_on_the_weights_after_the_softmax_and_only_in_training():
+def test_dropout_applies_to_the_weights_after_softmax_and_only_in_training():
     q, k, _ = qkv(2, 3, 50, 8)
     v = torch.eye(50, dtype=torch.float64).expand(2, 3, 50, 50)  # so that the output is the weights that were used
     out, weights = scaled_dot_product_attention(q, k, v, dropout_p=0.25)
@@ -241,7 +241,7 @@ def test_dropout_falls_on_the_weights_after_the_softmax_and_only_in_training():
     assert kept.double().mean() == pytest.approx(0.75, abs=0.02)
 
 
-def test_a_soft_cap_bounds_the_scores_and_leaves_small_ones():
+def test_a_soft_cap_bounds_the_scores_and_keeps_small_ones():
     q, k, v = (x.detach() for x in qkv(1, 50, 8))
     _, weights = scaled_dot_product_attention(100 * q, k, v, soft_cap=2.0)
     assert (weights.amax(-1) / weights.amin(-1)).max() <= math.exp(4.0) * (1 + 1e-9)
@@ -273,7 +273,7 @@ def test_a_bias_is_added_to_the_scores():
         ({"v": torch.randn(1, 2, 6, 4)}, "got 3 and 6"),
     ],
 )
-def test_shapes_that_do_not_fit_are_named(changes, message):
+def test_the_error_names_shapes_that_do_not_fit(changes, message):
     x = torch.randn(1, 2, 3, 4)
     with pytest.raises(ValueError, match=message):
         scaled_dot_product_attention(**{"q": x, "k": x, "v": x, **changes})
@@ -292,7 +292,7 @@ def test_causal_and_window_masks_by_hand():
     ]
 
 
-def test_with_a_cache_the_newest_query_sees_everything():
+def test_with_a_cache_the_newest_query_attends_to_every_key():
     assert causal_mask(1, 4).int().tolist() == [[1, 1, 1, 1]]
     assert causal_mask(2, 4).int().tolist() == [[1, 1, 1, 0], [1, 1, 1, 1]]
     for n in range(1, 7):  # n new tokens on 6 - n: the last rows of the whole square
@@ -302,7 +302,7 @@ def test_with_a_cache_the_newest_query_sees_everything():
 
 @settings(deadline=None, max_examples=60)
 @given(st.data())
-def test_the_one_builder_says_what_a_loop_over_pairs_says(data):
+def test_attention_mask_equals_a_loop_over_pairs(data):
     T_k = data.draw(st.integers(1, 7))
     T_q = data.draw(st.integers(1, T_k))
     window = data.draw(st.none() | st.integers(1, 8))
@@ -337,7 +337,7 @@ def test_masks_combine_and_broadcast_with_the_head_axis_or_without():
     assert (both & heads).shape == (1, 2, 3, 3)
 
 
-def test_what_is_hidden_is_hidden_however_bad_the_rest():
+def test_masked_keys_have_no_effect_however_large_the_scores():
     """A finite "large negative" number in the place of -inf would lose against these scores."""
     q, k, v = torch.tensor([[1e18]]), torch.tensor([[-1e18], [1e18]]), torch.tensor([[1.0], [2.0]])
     out, weights = scaled_dot_product_attention(q, k, v, torch.tensor([[True, False]]))
@@ -348,12 +348,12 @@ def test_what_is_hidden_is_hidden_however_bad_the_rest():
 # --- the rest of the block ------------------------------------------------------------------------------------------
 
 
-def test_rms_norm_is_torchs():
+def test_rms_norm_equals_torchs():
     x, weight = torch.randn(2, 3, 8), torch.randn(8)
     torch.testing.assert_close(rms_norm(x, weight), F.rms_norm(x, (8,), weight, 1e-6))
 
 
-def test_layer_norm_is_torchs():
+def test_layer_norm_equals_torchs():
     x, weight, bias = torch.randn(2, 3, 8), torch.randn(8), torch.randn(8)
     torch.testing.assert_close(layer_norm(x, weight, bias), F.layer_norm(x, (8,), weight, bias, 1e-5))
 
@@ -369,7 +369,7 @@ def test_norms_are_computed_in_float32_and_cast_back(dtype):
         assert torch.isfinite(y).all()
 
 
-def test_cross_entropy_adds_up_over_pieces_and_leaves_out_what_is_ignored():
+def test_cross_entropy_sums_over_chunks_and_skips_ignored_targets():
     logits, targets = torch.randn(4, 6, 9, dtype=torch.float64), torch.randint(9, (4, 6))
     targets[1, 2:] = IGNORE
     whole, count = cross_entropy(logits, targets)

@@ -93,7 +93,7 @@ def small_model():
     return make
 
 
-def test_a_cache_grows_in_buckets_and_what_it_holds_stays(small):
+def test_a_cache_grows_in_buckets_and_keeps_its_contents(small):
     for positions in ("rope", "alibi"):  # which keeps positions too
         model = small(positions=positions, max_seq_len=600)
         tokens, cache, sizes, logits = torch.randint(17, (2, 600)), model.new_cache(), [], []
@@ -119,7 +119,7 @@ def test_rows_of_different_lengths_share_a_cache(small, positions):
         torch.testing.assert_close(after[i], whole[len(row) :], rtol=0, atol=1e-10)
 
 
-def test_a_replaced_row_brings_its_positions(small):
+def test_a_replaced_row_has_its_own_positions(small):
     """Where a scheme compares them, and they are not simply those of the slots."""
     model, tokens = small(positions="alibi"), torch.randint(17, (3, 8))
     cache, other = model.new_cache(), model.new_cache()
@@ -161,7 +161,7 @@ def test_a_long_prompt_is_read_in_chunks(small, monkeypatch):
     ],
     ids=str,
 )
-def test_a_row_of_a_batch_is_what_it_is_alone(small, positions, overflow, sampling, dtype):
+def test_a_row_of_a_batch_equals_the_same_row_alone(small, positions, overflow, sampling, dtype):
     """Whatever the lengths, order and number of the others; sliding, each at its own time."""
     model, rows = small(positions=positions).to(dtype), ragged(5, 1, 9, 14)
     n = 60 if overflow == "slide" else 19
@@ -173,7 +173,7 @@ def test_a_row_of_a_batch_is_what_it_is_alone(small, positions, overflow, sampli
         assert write(model, [rows[i] for i in some], n, seeds=some, **options) == [alone[i] for i in some]
 
 
-def test_a_row_ends_at_its_stop_and_its_neighbours_go_on(small):
+def test_a_row_ends_at_its_stop_token_and_the_others_continue(small):
     model, rows = small(), ragged(5, 1, 9)
     free = write(model, rows, 20)
     for stop in {token for row in free for token in row}:
@@ -198,7 +198,7 @@ LENGTHS = [(1, 31), (5, 27), (5, 28), (5, 29), (5, 90), (31, 2), (32, 1), (32, 2
 
 @schemes
 @pytest.mark.parametrize(("length", "n"), LENGTHS)
-def test_greedy_with_the_cache_is_greedy_without(small, positions, length, n):
+def test_greedy_generation_is_the_same_with_and_without_the_cache(small, positions, length, n):
     model, (prompt,) = small(positions=positions), ragged(length)
     assert write(model, [prompt], n, temperature=0, overflow="slide") == [slowly(model, prompt, n)]
 
@@ -223,7 +223,7 @@ def test_log_probabilities_are_those_of_a_full_forward(small, positions, length,
         torch.testing.assert_close(pairs[i][1][0], expected)
 
 
-def test_log_probabilities_stop_with_their_row(small):
+def test_log_probabilities_end_with_their_row(small):
     model, rows = small(), ragged(4, 2)
     tokens, values = zip(*generate(model, rows, 25, stops={3, 4}, log_probabilities=True), strict=True)
     tokens, values = torch.stack(tokens, 1).tolist(), torch.stack(values, 1).tolist()
@@ -236,7 +236,7 @@ def test_log_probabilities_stop_with_their_row(small):
 
 @schemes
 @pytest.mark.parametrize(("length", "n"), [(5, 28), (5, 29), (5, 30), (5, 60), (33, 1), (40, 3)])
-def test_an_extended_rope_reads_further(small, positions, length, n):
+def test_an_extended_rope_accepts_longer_texts(small, positions, length, n):
     model, (prompt,) = small(positions=positions), ragged(length)
     needed = length + n - 1
     if positions != "rope" and needed > 32:
@@ -252,7 +252,7 @@ def test_an_extended_rope_reads_further(small, positions, length, n):
         assert longer is model
 
 
-def test_an_extended_model_is_the_one_that_its_arguments_build(small):
+def test_an_extended_model_can_be_rebuilt_from_its_arguments(small):
     from model import GPT
 
     model, tokens = small(rope_scaling="ntk", rope_factor=2.0), torch.randint(17, (1, 100))
@@ -270,7 +270,7 @@ def test_an_extended_model_is_the_one_that_its_arguments_build(small):
 
 
 @pytest.mark.parametrize("n", [28, 29, 60])
-def test_the_error_has_the_numbers_and_comes_before_any_work(small, n):
+def test_too_long_a_text_is_refused_with_the_numbers_before_any_work(small, n):
     model, prompt = small(), [1, 2, 3, 4, 5]
     if n == 28:  # the last token drawn is not read
         assert len(write(model, [prompt], n)[0]) == n
@@ -347,7 +347,7 @@ def by_hand(temperature=1.0, top_k=None, top_p=None, min_p=None, repetition_pena
     ],
     ids=str,
 )
-def test_draws_follow_the_distribution_by_hand(options):
+def test_samples_follow_a_distribution_computed_by_hand(options):
     sampling, expected = Sampling(**options), by_hand(**options)
     torch.testing.assert_close(sampling.logits(LOGITS[None], COUNTS[None]).softmax(-1)[0], expected)
     assert chi_square(LOGITS, sampling, expected, COUNTS) < 30
@@ -355,7 +355,7 @@ def test_draws_follow_the_distribution_by_hand(options):
     assert chi_square(LOGITS, sampling, torch.where(expected > 0, other.clamp(min=0.01), 0.0), COUNTS) > 30
 
 
-def test_each_filter_by_hand():
+def test_each_filter_equals_an_example_computed_by_hand():
     logits = torch.tensor([[3.0, 1.0, -2.0, 0.0]])
     counts = torch.tensor([[1, 0, 2, 0]])
     assert penalise_repetition(logits, counts, 2.0).tolist() == [[1.5, 1.0, -4.0, 0.0]]
@@ -369,7 +369,7 @@ def test_each_filter_by_hand():
         assert torch.isfinite(keep_top_p(likely, p))[0].nonzero().flatten().tolist() == kept
 
 
-def test_ties():
+def test_top_k_and_min_p_keep_ties_and_top_p_takes_the_first():
     """Those with the k-th largest and with the most likely stay; top_p and greedy take the first ids."""
     even = torch.zeros(1, 4)
     assert torch.equal(keep_top_k(even, 2), even)
@@ -384,7 +384,7 @@ def test_ties():
     assert counts == {0: 1000, 1: 1000, 2: 1000, 3: 1000}
 
 
-def test_logits_of_half_precision_are_drawn_from_in_full():
+def test_half_precision_logits_are_sampled_in_float32():
     """Filters and sums in bfloat16 would cut elsewhere."""
     logits = torch.randn(1, 3000).bfloat16()
     for options in ({"temperature": 0.7}, {"temperature": 0.7, "top_p": 0.6}, {"min_p": 0.013}):
@@ -392,7 +392,7 @@ def test_logits_of_half_precision_are_drawn_from_in_full():
         assert torch.equal(sampling.logits(logits), sampling.logits(logits.float()))
 
 
-def test_extremes_of_the_settings_give_tokens_and_not_a_number_shows(small):
+def test_extreme_settings_give_valid_tokens_and_nan_is_reported(small):
     model = small()
     for options in (
         {"temperature": 1e-5},
@@ -406,7 +406,7 @@ def test_extremes_of_the_settings_give_tokens_and_not_a_number_shows(small):
     assert all(token < 17 and value.isnan() for token, value in pairs)
 
 
-def test_rows_of_a_draw_do_not_touch():
+def test_rows_are_sampled_independently():
     logits, uniform, counts = torch.randn(5, 17), torch.rand(5), torch.randint(3, (5, 17))
     sampling = Sampling(0.8, 9, 0.9, 0.01, 1.2, 0.1)
     together = sampling.draw(logits, uniform, counts)
@@ -414,13 +414,13 @@ def test_rows_of_a_draw_do_not_touch():
         assert sampling.draw(logits[i : i + 1], uniform[i : i + 1], counts[i : i + 1]) == together[i]
 
 
-def test_the_extremes_of_the_uniform_number_are_tokens():
+def test_uniform_numbers_of_0_and_almost_1_give_valid_tokens():
     logits = torch.tensor([[-inf, 0.0, 0.0, -inf]])
     assert invert(logits, torch.tensor([0.0])) == 1
     assert invert(logits, torch.tensor([1 - 2**-24])) == 2
 
 
-def test_penalties_count_the_prompt_and_what_was_written(small):
+def test_penalties_count_prompt_and_generated_tokens(small):
     """With a penalty that nothing outweighs, no token comes twice, and none of the prompt."""
     model, rows = small(), [[3, 5, 5], [1]]
     for options in ({"frequency_penalty": 1e6}, {"frequency_penalty": 1e6, "temperature": 0}):
@@ -453,7 +453,7 @@ class Reads(TorchDispatchMode):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stops", [(), (99,)])
-def test_nothing_waits_for_the_device_but_a_look_every_16_columns(small, stops):
+def test_the_host_waits_for_the_device_only_every_16_columns(small, stops):
     model = small(max_seq_len=100)
     sampling = {"top_k": 5, "top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.1, "frequency_penalty": 0.1}
     columns = generate(model, ragged(3, 5), 80, stops=stops, log_probabilities=True, **sampling)
@@ -501,7 +501,7 @@ def test_bad_options_are_refused_before_any_work(small, options, message):
         generate(small(), **options)
 
 
-def test_another_step_takes_the_place_of_the_models_own(small):
+def test_a_given_step_replaces_the_models_own(small):
     model, calls = small(), []
 
     def step(model, tokens, cache):

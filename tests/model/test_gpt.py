@@ -28,7 +28,7 @@ def unmask(model):
 
 
 @architectures
-def test_the_future_is_never_seen(small, arguments):
+def test_future_tokens_never_change_earlier_logits(small, arguments):
     """Neither in values nor in gradients."""
     model = small(**arguments)
     tokens = torch.randint(17, (1, 10))
@@ -50,7 +50,7 @@ def test_the_future_is_never_seen(small, arguments):
 
 
 @architectures
-def test_one_forward_is_as_many_forwards_as_tokens(small, arguments):
+def test_one_forward_equals_a_forward_for_each_token(small, arguments):
     model = small(**arguments)
     tokens = torch.randint(17, (2, 10))
     alone = [model(tokens[:, : t + 1])[:, -1] for t in range(10)]
@@ -60,7 +60,7 @@ def test_one_forward_is_as_many_forwards_as_tokens(small, arguments):
 @architectures
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("cuts", [[10], [4, 6], [1, 9], [3, 1, 2, 4], [1] * 10], ids=str)
-def test_the_cache_changes_nothing(small, arguments, backend, cuts):
+def test_the_cache_does_not_change_the_logits(small, arguments, backend, cuts):
     model = small(**arguments)
     model.use(BACKENDS[backend])
     tokens = torch.randint(17, (2, 10))
@@ -119,7 +119,7 @@ def test_shifting_all_positions_changes_nothing_where_only_distances_count(small
 
 
 @schemes
-def test_order_shows_by_positions_and_not_without(small, positions):
+def test_token_order_matters_only_with_positions(small, positions):
     """No causal mask here, which would itself tell the order: what is left commutes with permutations for `none`."""
     model, tokens, order = unmask(small(positions=positions)), torch.randint(17, (2, 10)), torch.randperm(10)
     same = torch.allclose(model(tokens[:, order]), model(tokens)[:, order], rtol=1e-9, atol=1e-9)
@@ -127,7 +127,7 @@ def test_order_shows_by_positions_and_not_without(small, positions):
 
 
 @schemes
-def test_positions_may_be_given_and_never_enter_the_mask(small, positions):
+def test_given_positions_do_not_affect_the_mask(small, positions):
     model, tokens = small(positions=positions), torch.randint(17, (2, 10))
     assert torch.equal(model(tokens, torch.arange(10)), model(tokens))
     backwards = torch.arange(9, -1, -1)
@@ -164,7 +164,7 @@ def test_alibi_remembers_the_positions_of_cached_keys(small):
 
 
 @schemes
-def test_padding_is_neither_read_nor_counted(small, positions):
+def test_padding_is_neither_attended_to_nor_counted(small, positions):
     """A row padded on the left gives the logits, the loss and the gradients that it gives alone."""
     model, tokens, targets = small(positions=positions), torch.randint(17, (1, 6)), torch.randint(17, (1, 6))
     padded = torch.cat([torch.randint(17, (1, 4)), tokens], dim=1)
@@ -188,7 +188,7 @@ def test_padding_is_neither_read_nor_counted(small, positions):
 
 @schemes
 @pytest.mark.parametrize("cut", [10, 7, 2])
-def test_packed_documents_are_the_documents_alone(small, positions, cut):
+def test_packed_documents_equal_the_documents_alone(small, positions, cut):
     """In one forward, and in two through a cache."""
     model, first, second = small(positions=positions), torch.randint(17, (1, 4)), torch.randint(17, (1, 6))
     tokens = torch.cat([first, second], dim=1)
@@ -202,7 +202,7 @@ def test_packed_documents_are_the_documents_alone(small, positions, cut):
     torch.testing.assert_close(torch.cat(pieces, dim=1), alone, rtol=0, atol=1e-10)
 
 
-def test_a_window_hides_what_lies_further_back(small):
+def test_a_window_hides_tokens_further_back(small):
     model, tokens = small(window=3), torch.randint(17, (2, 10))
     with collect_attention(model) as maps:
         model(tokens)
@@ -223,13 +223,13 @@ def test_with_targets_it_gives_the_summed_loss_and_its_count(small):
     torch.testing.assert_close(loss / count, mean)
 
 
-def test_a_new_model_expects_every_token_alike():
+def test_a_new_model_predicts_nearly_uniform_probabilities():
     model = GPT(1000, ModelConfig(d_model=64, n_layers=4, n_heads=4, d_ff=128, max_seq_len=32))
     loss, count = model(torch.randint(1000, (4, 32)), targets=torch.randint(1000, (4, 32)))
     assert abs(loss / count - math.log(1000)) < 0.2
 
 
-def test_what_writes_into_the_residual_stream_starts_smaller():
+def test_weights_into_the_residual_stream_start_smaller():
     """By 1 / sqrt(2 n_layers), so that the variance of the stream at the end does not depend on the depth."""
 
     def final_variance(n_layers: int, scaled: bool) -> float:
@@ -254,7 +254,7 @@ def test_what_writes_into_the_residual_stream_starts_smaller():
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_padded_vocabulary_is_that_of_the_tokenizer_to_the_outside(small, tied):
+def test_a_padded_vocabulary_is_invisible_from_outside(small, tied):
     model, exact = small(vocab_multiple=8, tied=tied), small(tied=tied)
     assert model.embedding.weight.shape == model.head.weight.shape == (24, 16)
     weights = model.state_dict()
@@ -275,7 +275,7 @@ def test_a_padded_vocabulary_is_that_of_the_tokenizer_to_the_outside(small, tied
 
 @architectures
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_stays_half_and_near(small, arguments, dtype):
+def test_half_precision_stays_half_and_close_to_float32(small, arguments, dtype):
     model, tokens = small(**arguments).float(), torch.randint(17, (2, 10))
     exact = model(tokens)
     scale = exact.abs().max().item()
@@ -294,7 +294,7 @@ def test_a_tied_head_is_the_embedding(small):
     assert untied.n_parameters() - tied.n_parameters() == 17 * 16
 
 
-def test_the_arguments_build_the_same_model(small):
+def test_a_model_can_be_rebuilt_from_its_arguments(small):
     model = small(tied=True, qk_norm=True)
     again = GPT(model.vocab_size, model.config).double()
     again.load_state_dict(model.state_dict())
@@ -315,7 +315,7 @@ def test_the_arguments_build_the_same_model(small):
         ({"positions": "alibi", "rope_scaling": "yarn", "rope_factor": 2.0}, "positions=rope, got yarn, 2.0 and alibi"),
     ],
 )
-def test_what_cannot_be_built_is_refused(small, arguments, message):
+def test_impossible_models_are_refused(small, arguments, message):
     with pytest.raises(ValueError, match=message):
         small(**arguments)
 
@@ -326,7 +326,7 @@ def test_what_cannot_be_built_is_refused(small, arguments, message):
     + [{"rope_scaling": scaling, "rope_factor": 4.0} for scaling in SCALINGS],
     ids=str,
 )
-def test_every_setting_reaches_the_mathematics(small, arguments):
+def test_every_setting_changes_the_output(small, arguments):
     """With the same weights, another setting gives other logits."""
     plain, other, tokens = small(), small(**arguments), torch.randint(17, (2, 10))
     other.load_state_dict(plain.state_dict(), strict=False)  # the gains of qk_norm are its own
@@ -351,7 +351,7 @@ def test_dropout_acts_in_each_place_and_only_in_training(small, place):
     assert not torch.equal(model(tokens), model(tokens))
 
 
-def test_dropout_within_attention_is_a_setting_of_its_own(small):
+def test_attention_dropout_is_a_separate_setting(small):
     tokens = torch.randint(17, (2, 10))
     for arguments, random in (({"dropout": 0.5, "attention_dropout": 0.0}, False), ({"attention_dropout": 0.5}, True)):
         model = small(**arguments)
@@ -361,7 +361,7 @@ def test_dropout_within_attention_is_a_setting_of_its_own(small):
 
 
 @pytest.mark.parametrize(("name", "kind"), FEED_FORWARDS.items())
-def test_feed_forwards_are_their_formulas(name, kind):
+def test_feed_forwards_equal_their_formulas(name, kind):
     module, x = kind(6, 10).double(), torch.randn(2, 3, 6, dtype=torch.float64)
     up, down = module.up.weight.T, module.down.weight.T
     expected = {
@@ -384,7 +384,7 @@ def test_feed_forwards_are_their_formulas(name, kind):
     ],
 )
 @schemes
-def test_what_does_not_fit_the_tokens_is_refused(small, positions, arguments, message):
+def test_arguments_that_do_not_fit_the_tokens_are_refused(small, positions, arguments, message):
     with pytest.raises(ValueError, match=message):
         small(positions=positions)(torch.randint(17, (2, 10)), **arguments)
 

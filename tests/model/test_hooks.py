@@ -15,7 +15,7 @@ WQ = Place("blocks.1.attention.wq")
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_looking_changes_nothing_and_nothing_stays_behind(small, kind):
+def test_recording_changes_no_output_and_leaves_no_hook(small, kind):
     model, tokens = small(**kind), torch.randint(17, (2, 7))
     before, own = model(tokens), [block.attention.ops for block in model.blocks]
     with recording(model, [*SITES, WQ]) as found:
@@ -33,7 +33,7 @@ def test_looking_changes_nothing_and_nothing_stays_behind(small, kind):
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
-def test_each_site_is_what_its_name_says(small):
+def test_each_site_records_the_tensor_that_its_name_says(small):
     model, tokens = small(), torch.randint(17, (2, 7))
     block = model.blocks[1]
     with recording(model, [*SITES, WQ]) as found:
@@ -59,7 +59,7 @@ def test_the_last_forward_is_recorded_with_its_gradients(small):
 
 
 @pytest.mark.parametrize("by_name", [False, True])
-def test_an_argument_is_edited_however_the_call_gives_it(small, by_name):
+def test_positional_and_keyword_arguments_can_be_edited(small, by_name):
     rope, x, places = small().blocks[0].attention.rope, torch.randn(2, 4, 5, 4), torch.arange(5)
 
     def call(positions):

@@ -50,7 +50,7 @@ GIVEN = {
 
 @pytest.mark.parametrize("backend", BACKENDS[1:])
 @pytest.mark.parametrize("arguments", ARCHITECTURES, ids=str)
-def test_every_backend_computes_what_is_written(small, arguments, backend):
+def test_every_backend_computes_an_edited_module(small, arguments, backend):
     """Loss and gradients in float32, logits with a cache and without, text, and names of weights."""
     written, other = small(**arguments).float(), small(**arguments).float()
     other.load_state_dict(written.state_dict())
@@ -119,7 +119,7 @@ def learned_by(forward, model):
 
 @backends
 @pytest.mark.parametrize("name", EDITS)
-def test_who_edits_a_module_trains_what_he_wrote(small, name, backend, monkeypatch):
+def test_an_edited_module_is_what_trains(small, name, backend, monkeypatch):
     """Under every backend its loss is the edited one, which is another."""
     owner, method, arguments = EDITS[name]
     model = small(**arguments).float()
@@ -133,7 +133,7 @@ def test_who_edits_a_module_trains_what_he_wrote(small, name, backend, monkeypat
 @pytest.mark.slow
 @needs_torch_compile
 @backends
-def test_who_edits_modules_compiles_what_he_wrote(small, backend, monkeypatch):
+def test_edited_modules_are_what_is_compiled(small, backend, monkeypatch):
     """All of one model at once; how it is compiled after it was read makes no difference."""
     model = small(n_layers=1, qk_norm=True).float()
     model.use(table(backend))
@@ -155,7 +155,7 @@ class Sharper(attention.CausalMultiHeadAttention):
 
 
 @backends
-def test_a_new_keyword_acts_in_training_and_in_generation_alike(small, backend, monkeypatch):
+def test_a_new_keyword_acts_in_training_and_in_generation(small, backend, monkeypatch):
     """The probabilities with which it writes, token by token, are those of the loss; without the keyword others."""
     plain = small().float()
     monkeypatch.setattr(gpt, "CausalMultiHeadAttention", partial(Sharper, sharpness=1.5))
@@ -176,7 +176,7 @@ def test_a_new_keyword_acts_in_training_and_in_generation_alike(small, backend, 
     assert abs(plain(tokens[:, :-1], targets=targets)[0] / loss - 1) > 1e-3
 
 
-def test_a_model_is_given_its_table_as_a_whole(small):
+def test_use_sets_the_same_operations_in_every_module(small):
     model = small(qk_norm=True)
     asks = [module for module in model.modules() if hasattr(module, "ops")]
     assert {type(module).__name__ for module in asks} == {
@@ -194,7 +194,7 @@ def test_a_model_is_given_its_table_as_a_whole(small):
 
 
 @backends
-def test_logits_may_use_a_parameter_that_is_theirs(small, backend, monkeypatch):
+def test_logits_may_have_their_own_parameter(small, backend, monkeypatch):
     """As somebody who scales them; under every backend the scale gets its gradient."""
     right = gpt.GPT.logits
     monkeypatch.setattr(gpt.GPT, "logits", lambda self, x: right(self, x) * self.scale)

@@ -30,7 +30,7 @@ def test_rotation_keeps_norms_and_position_0_is_the_identity(rope):
     assert not torch.allclose(rotated[:, :, 1], x[:, :, 1])
 
 
-def test_scores_depend_on_the_distance_only(rope):
+def test_scores_depend_only_on_the_distance(rope):
     q, k = torch.randn(8, dtype=torch.float64), torch.randn(8, dtype=torch.float64)
 
     def score(m: int, n: int):
@@ -44,7 +44,7 @@ def test_scores_depend_on_the_distance_only(rope):
     assert abs(score(9, 4) - score(9, 5)) > 1e-3
 
 
-def test_all_heads_at_once_are_a_loop_over_heads_pairs_and_positions(rope):
+def test_rotating_all_heads_equals_a_loop_over_heads_pairs_and_positions(rope):
     x = torch.randn(2, 3, 5, 8, dtype=torch.float64)
     y = torch.empty_like(x)
     for b in range(2):
@@ -59,7 +59,7 @@ def test_all_heads_at_once_are_a_loop_over_heads_pairs_and_positions(rope):
     torch.testing.assert_close(rope(x, torch.arange(5)), y, rtol=1e-6, atol=1e-6)
 
 
-def test_every_row_may_have_positions_of_its_own(rope):
+def test_every_row_may_have_its_own_positions(rope):
     x = torch.randn(2, 3, 5, 8)
     positions = torch.stack([torch.arange(5), torch.arange(20, 25)])
     out = rope(x, positions)
@@ -67,7 +67,7 @@ def test_every_row_may_have_positions_of_its_own(rope):
         torch.testing.assert_close(out[row : row + 1], rope(x[row : row + 1], positions[row]))
 
 
-def test_any_axes_may_stand_between_rows_and_positions(rope):
+def test_any_axes_may_lie_between_rows_and_positions(rope):
     """A loop over heads, which gives (b s d) at a time, is all heads at once, with positions of each row's own too."""
     x = torch.randn(3, 3, 5, 8)  # as many heads as rows, which broadcasting would take for each other
     own = torch.stack([torch.arange(5), torch.arange(20, 25), torch.arange(50, 55)])
@@ -107,7 +107,7 @@ def test_the_two_pairings_agree_after_permuting_dimensions():
     torch.testing.assert_close(to_half(interleaved(x, positions)), half(to_half(x), positions))
 
 
-def test_the_table_stays_float32_whatever_the_model_becomes(rope):
+def test_the_table_stays_float32_when_the_model_changes_dtype(rope):
     x = torch.randn(1, 1, 50, 8)
     before = rope(x, torch.arange(14, 64))
     rope.bfloat16()
@@ -154,7 +154,7 @@ def test_ntk_slows_the_slowest_pair_by_the_factor_and_the_fastest_not_at_all():
 @pytest.mark.parametrize(
     ("d_k", "factor", "trained"), [(64, 4.0, 2048), (128, 16.0, 4096), (8, 2.0, 64), (16, 8.0, 128)]
 )
-def test_yarn_is_hugging_faces(d_k, factor, trained):
+def test_yarn_equals_hugging_faces(d_k, factor, trained):
     from transformers import LlamaConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -198,7 +198,7 @@ def test_learned_positions_add_their_row():
     torch.testing.assert_close(module(x, positions[0]), x + module.table.weight[:3])
 
 
-def test_sinusoidal_positions_are_the_papers():
+def test_sinusoidal_positions_equal_the_papers():
     module, x = SinusoidalPositionalEmbedding(6, 10).bfloat16(), torch.randn(1, 10, 6)
     added = module(x, torch.arange(10)) - math.sqrt(6) * x
     for p in range(10):
@@ -235,6 +235,6 @@ def test_alibi_falls_linearly_with_the_distance():
         (lambda: SinusoidalPositionalEmbedding(8, 64)(torch.randn(1, 1, 8), torch.tensor([-1])), r"0 \.\. 63.*-1"),
     ],
 )
-def test_what_cannot_be_is_refused_with_the_numbers(module, message):
+def test_impossible_arguments_are_refused_with_the_numbers(module, message):
     with pytest.raises(ValueError, match=message):
         module()

@@ -16,7 +16,7 @@ from scripts.benchmarks.train import lengths, training
 pytestmark = pytest.mark.slow
 
 
-def test_the_benchmark_of_data_measures_both_sides(monkeypatch):
+def test_the_data_benchmark_measures_both_sides(monkeypatch):
     arguments = ["data", "source=repository", "megabytes=1", "rounds=1", "json=out.json"]
     result = command("-m", "scripts.benchmark", *arguments)
     assert result.returncode == 0, result.stderr
@@ -26,7 +26,7 @@ def test_the_benchmark_of_data_measures_both_sides(monkeypatch):
     assert "times datasets.map" in result.stdout
 
 
-def test_the_benchmark_of_generation_races_equal_weights(monkeypatch, capsys):
+def test_the_generation_benchmark_compares_equal_weights(monkeypatch, capsys):
     """In miniature, and without compiling: all contestants run, and ours writes what Hugging Face's writes."""
     shape = {"d_model": 32, "n_layers": 2, "n_heads": 2, "d_ff": 48, "tied": True}
     monkeypatch.setattr(generate, "SHAPE", shape)
@@ -44,7 +44,7 @@ def test_the_benchmark_of_generation_races_equal_weights(monkeypatch, capsys):
     assert "equal to Hugging Face's: 3 of 3 rows, compiled 3" in out
 
 
-def test_the_benchmark_of_training_measures_everyone(capsys, monkeypatch):
+def test_the_training_benchmark_measures_every_model(capsys, monkeypatch):
     """In miniature, and without compiling; Hugging Face's best has a table of its own."""
     monkeypatch.setattr(torch, "compile", lambda model, **_: model)
     monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **_: None)
@@ -56,13 +56,13 @@ def test_the_benchmark_of_training_measures_everyone(capsys, monkeypatch):
     assert "times Hugging Face" in capsys.readouterr().out
 
 
-def test_the_benchmark_of_lengths_takes_equally_many_tokens(capsys):
+def test_the_sequence_length_benchmark_uses_equally_many_tokens(capsys):
     (result,) = lengths("small", [64, 512], rounds=1, seconds=0.01, device="cpu")
     assert list(result["measured"]) == ["32 x 64", "4 x 512"]
     assert "2048 tokens" in capsys.readouterr().out
 
 
-def test_the_benchmark_of_learning_is_a_run_from_its_start_to_its_end(monkeypatch, capsys):
+def test_the_learning_benchmark_is_a_complete_run(monkeypatch, capsys):
     monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
     overrides = ["experiment=smoke", "data=repository", "every.evaluate=5"]
     *_, last = learn.learning(60, [0], "repository", None, overrides, Path("picture.png"))
@@ -96,7 +96,7 @@ def test_the_benchmark_of_learning_is_a_run_from_its_start_to_its_end(monkeypatc
         ("learn model.n_layers=6", "belong in overrides, got model.n_layers=6: give 'overrides=[model.n_layers=6]'"),
     ],
 )
-def test_what_cannot_be_measured_is_refused_before_the_work(arguments, message, monkeypatch, capsys):
+def test_impossible_benchmarks_are_refused_before_any_work(arguments, message, monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["benchmark", *arguments.split()])
     with pytest.raises(SystemExit) as ended:
         benchmark.main()
@@ -105,7 +105,7 @@ def test_what_cannot_be_measured_is_refused_before_the_work(arguments, message, 
     assert line.startswith("error: ") and message in line
 
 
-def test_the_settings_of_an_action_reach_what_it_measures(monkeypatch):
+def test_the_settings_of_an_action_are_used(monkeypatch):
     measured = []
     monkeypatch.setattr(benchmark, "learning", lambda *given: measured.append(given))
     for arguments in ("", "seconds=5 seeds=[1,2] overrides=[model.n_layers=6,optimizer.lr=1e-3] picture=x.png"):
@@ -118,5 +118,5 @@ def test_the_settings_of_an_action_reach_what_it_measures(monkeypatch):
     ]
 
 
-def test_every_setting_of_the_benchmark_is_of_some_action():
+def test_every_setting_belongs_to_an_action():
     assert {name for uses in benchmark.USES.values() for name in uses} == set(setting_names(Benchmark))

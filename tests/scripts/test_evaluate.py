@@ -14,7 +14,7 @@ hardware = pytest.mark.hardware
 
 
 @hardware
-def test_a_checkpoint_is_evaluated_without_the_tokenizer_file_that_it_was_trained_with(run, tmp_path):
+def test_a_checkpoint_is_evaluated_without_its_tokenizer_file(run, tmp_path):
     ByteTokenizer().save(tmp_path / "elsewhere")
     folder = run("borrowed", "tokenizer=saved", f"tokenizer.path={tmp_path / 'elsewhere'}")
     shutil.rmtree(tmp_path / "elsewhere")

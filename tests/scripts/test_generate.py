@@ -57,7 +57,7 @@ def text_of(tokens) -> str:
 # --- one prompt -----------------------------------------------------------------------------------------------------
 
 
-def test_the_prompt_and_its_continuation_are_printed_and_a_report_goes_to_stderr(writer, cfg, model, capsys):
+def test_the_text_goes_to_stdout_and_a_report_to_stderr(writer, cfg, model, capsys):
     write_samples(writer, cfg("seed=3"), "To be")
     out, err = capsys.readouterr()
     assert out == "To be" + text_of(alone(model, "To be", 3)) + "\n"
@@ -66,7 +66,7 @@ def test_the_prompt_and_its_continuation_are_printed_and_a_report_goes_to_stderr
     assert err.endswith("s, seed 3\n")
 
 
-def test_samples_are_those_of_their_seeds_one_below_the_other(writer, cfg, model, capsys):
+def test_samples_are_printed_in_the_order_of_their_seeds(writer, cfg, model, capsys):
     write_samples(writer, cfg("num_samples=3", "seed=5"), "ab")
     texts = [text_of(alone(model, "ab", seed)) for seed in (5, 6, 7)]
     assert capsys.readouterr().out == "".join(f"--- {i + 1} of 3\nab{text}\n" for i, text in enumerate(texts))
@@ -88,7 +88,7 @@ def test_best_of_shows_the_text_that_the_model_finds_most_likely(writer, cfg, mo
 
 @pytest.mark.slow
 @pytest.mark.parametrize("batch", [1, 2, 100])
-def test_how_many_are_written_at_once_changes_no_text(writer, cfg, batch, capsys):
+def test_the_batch_size_changes_no_text(writer, cfg, batch, capsys):
     for samples in (["num_samples=5"], ["num_samples=2", "best_of=3"]):
         settings = [*samples, "temperature=1.5", "seed=3", "max_new_tokens=5"]
         write_samples(writer, cfg(*settings), "ab")
@@ -99,7 +99,7 @@ def test_how_many_are_written_at_once_changes_no_text(writer, cfg, batch, capsys
 
 
 @pytest.mark.parametrize("setting", ["num_samples=1000000000", "best_of=1000000000"])
-def test_as_many_as_are_wanted_are_written_one_after_the_other(writer, cfg, setting, capsys, monkeypatch):
+def test_samples_beyond_a_batch_are_generated_one_batch_after_another(writer, cfg, setting, capsys, monkeypatch):
     written, write = [], writer.write
 
     def some(cfg, prompts, seeds, **options):
@@ -115,14 +115,14 @@ def test_as_many_as_are_wanted_are_written_one_after_the_other(writer, cfg, sett
     assert capsys.readouterr().out.count("ab") == (6 if "num" in setting else 1)
 
 
-def test_what_would_not_fit_the_memory_is_refused_before_it_is_tried(writer, cfg, model):
+def test_a_batch_too_large_for_memory_is_refused_before_any_work(writer, cfg, model):
     with pytest.raises(ValueError, match=r"generating 1,000,000,000 rows at once needs .* GiB free"):
         write_lines(writer, cfg("best_of=1000000000"), ["a"])
     with pytest.raises(ValueError, match=r"a RoPE for 1,073,741,824 tokens needs .* GiB free"):
         write_samples(writer, cfg("max_new_tokens=1000000000", "overflow=extend"), "ab")
 
 
-def test_it_streams(writer, cfg, monkeypatch):
+def test_text_is_printed_while_it_is_generated(writer, cfg, monkeypatch):
     """Each character is there before the next is drawn."""
     seen = []
     monkeypatch.setattr("builtins.print", lambda text="", **options: seen.append((text, options.get("flush"))))
@@ -137,19 +137,19 @@ def test_a_stop_string_ends_it(writer, cfg, model, capsys):
     assert capsys.readouterr().out == "ab" + whole[: whole.index(whole[4:6])] + "\n"
 
 
-def test_stop_strings_may_have_line_breaks_as_a_shell_hands_them_on(writer, cfg):
+def test_stop_strings_may_have_line_breaks(writer, cfg):
     list(writer.write(cfg(r"stop=['a\n']"), [[1]], [0]))
     assert writer.rows[0].stop_strings == ["a\n"]
 
 
-def test_past_the_context_it_says_so_once(writer, cfg, capsys):
+def test_text_beyond_the_context_gives_one_warning(writer, cfg, capsys):
     for _ in range(2):
         write_samples(writer, cfg("max_new_tokens=100"), "ab")
     assert capsys.readouterr().err.count("longer than the context of 64 tokens: whenever it is full") == 1
 
 
 @pytest.mark.slow
-def test_extending_takes_another_model_for_longer_texts_only(writer, cfg):
+def test_the_model_is_extended_only_for_longer_texts(writer, cfg):
     assert writer.reaching(64, "extend") is writer.model
     longer = writer.reaching(65, "extend")
     assert longer.max_seq_len == 128
@@ -159,7 +159,7 @@ def test_extending_takes_another_model_for_longer_texts_only(writer, cfg):
     assert writer.rows[0].tokens == until_stop(torch.cat(expected).tolist())
 
 
-def test_no_seed_draws_one_and_says_which(writer, cfg, model, capsys):
+def test_without_a_seed_one_is_drawn_and_reported(writer, cfg, model, capsys):
     write_samples(writer, cfg("seed=null"), "ab")
     out, err = capsys.readouterr()
     seed = int(err.split("seed ")[1])
@@ -169,21 +169,21 @@ def test_no_seed_draws_one_and_says_which(writer, cfg, model, capsys):
 
 
 @pytest.mark.slow
-def test_the_report_counts_what_was_written_and_not_what_was_drawn_behind_a_stop(writer, cfg, model, capsys):
+def test_the_report_does_not_count_tokens_after_a_stop_string(writer, cfg, model, capsys):
     write_samples(writer, cfg("num_samples=4", "temperature=2.0", "top_p=null", "max_new_tokens=60"), "ab")
     rows = [alone(model, "ab", seed, n=60, temperature=2.0, top_p=None) for seed in range(4)]
     assert min(map(len, rows)) < max(map(len, rows))
     assert f"\n{sum(map(len, rows))} tokens, " in "\n" + capsys.readouterr().err
 
 
-def test_a_model_that_has_diverged_is_named(writer, cfg, model):
+def test_a_diverged_model_is_reported(writer, cfg, model):
     torch.nn.init.constant_(model.head.weight[3], float("nan"))
     with pytest.raises(ValueError, match=r"the model's probabilities are NaN"):
         write_samples(writer, cfg(), "ab")
 
 
 @pytest.mark.parametrize(("stream", "stop", "reads"), [(True, [], 19), (False, ["never"], 19), (False, [], 2)])
-def test_the_host_looks_at_each_token_only_where_somebody_waits_for_it(writer, cfg, monkeypatch, stream, stop, reads):
+def test_the_host_reads_each_token_only_when_text_is_streamed(writer, cfg, monkeypatch, stream, stop, reads):
     """After the first token; else at 16 at once."""
     looks, tolist = [], torch.Tensor.tolist
     writing = writer.write(cfg(f"stop={stop}", "temperature=0"), [[1], [2, 3]], [0, 1], stream=stream)
@@ -230,7 +230,7 @@ def test_a_prompt_comes_from_the_command_a_file_or_standard_input(cfg, tmp_path,
         (["quantize=int4"], "quantize must be one of int8, got int4"),
     ],
 )
-def test_what_makes_no_sense_is_refused(cfg, overrides, message):
+def test_senseless_settings_are_refused(cfg, overrides, message):
     with pytest.raises(ValueError, match=message):
         cfg(*overrides)
 
@@ -239,7 +239,7 @@ def test_what_makes_no_sense_is_refused(cfg, overrides, message):
 
 
 @pytest.mark.slow
-def test_each_line_becomes_lines_of_json_whatever_the_batch(writer, cfg, model, capsys):
+def test_each_prompt_gives_the_same_lines_of_json_in_any_batch(writer, cfg, model, capsys):
     lines = ["To be", "", "a longer prompt than the others", "ü"]
     found = []
     for batch in (1, 3, 16):
@@ -260,7 +260,7 @@ def test_each_line_becomes_lines_of_json_whatever_the_batch(writer, cfg, model, 
             assert row["log_probabilities"] == pytest.approx(other["log_probabilities"], abs=1e-4)
 
 
-def test_a_line_that_cannot_be_read_is_found_before_any_work(cfg, model, capsys):
+def test_an_invalid_line_is_refused_before_any_work(cfg, model, capsys):
     writer = Writer(model, CharacterTokenizer("abc"))
     with pytest.raises(ValueError, match="does not know the characters 'x'"):
         write_lines(writer, cfg(), ["abc", "x"])
@@ -269,7 +269,7 @@ def test_a_line_that_cannot_be_read_is_found_before_any_work(cfg, model, capsys)
     assert capsys.readouterr().out == ""
 
 
-def test_ctrl_c_leaves_the_lines_of_the_batch_as_far_as_they_are(writer, cfg, monkeypatch, capsys):
+def test_ctrl_c_keeps_the_text_generated_for_the_batch(writer, cfg, monkeypatch, capsys):
     written = writer._write
 
     def interrupted(*arguments):
@@ -313,14 +313,14 @@ def converse(writer, cfg, monkeypatch, *lines):
     talk(writer, cfg)
 
 
-def test_what_is_typed_continues_the_text(writer, cfg, model, monkeypatch, capsys):
+def test_typed_text_continues_the_text(writer, cfg, model, monkeypatch, capsys):
     converse(writer, cfg(), monkeypatch, "ab", "cd", "/reset", "ab")
     first = text_of(alone(model, "ab", 0))
     second = text_of(alone(model, f"ab{first}\ncd", 0))
     assert capsys.readouterr().out == f"{first}\n{second}\n{first}\n\n"
 
 
-def test_settings_change_while_it_runs_and_mistakes_change_nothing(writer, cfg, model, monkeypatch, capsys):
+def test_settings_can_be_changed_in_a_chat_and_mistakes_change_nothing(writer, cfg, model, monkeypatch, capsys):
     commands = [
         "/temperature 0",
         "/top_p null",
@@ -341,7 +341,7 @@ def test_settings_change_while_it_runs_and_mistakes_change_nothing(writer, cfg, 
     assert err.count("/reset  ") == 2  # at the start and for /help
 
 
-def test_ctrl_c_ends_what_is_being_written_and_keeps_it(writer, cfg, model, monkeypatch, capsys):
+def test_ctrl_c_ends_the_generation_and_keeps_its_text(writer, cfg, model, monkeypatch, capsys):
     """What was held back, as the beginning of a stop string, too."""
     written, expected = writer._write, text_of(alone(model, "ab", 0, n=7))
 
@@ -377,7 +377,7 @@ def start(folder, *overrides, **options) -> subprocess.Popen:
 
 
 @pytest.mark.slow
-def test_a_prompt_may_be_piped_in_and_the_reader_may_leave(folder):
+def test_a_prompt_may_be_piped_in_and_a_closed_pipe_is_no_error(folder):
     process = start(folder, "max_new_tokens=100000", stdin=subprocess.PIPE)
     process.stdin.write(b"To be\n")
     process.stdin.close()
@@ -391,7 +391,7 @@ def test_a_prompt_may_be_piped_in_and_the_reader_may_leave(folder):
 
 
 @pytest.mark.slow
-def test_ctrl_c_ends_the_command_with_what_was_written(folder):
+def test_ctrl_c_ends_the_command_and_prints_the_text_so_far(folder):
     process = start(folder, "max_new_tokens=100000", "num_samples=2", "--", "To be")
     began = process.stdout.read(40)
     time.sleep(0.2)
@@ -418,7 +418,7 @@ def test_a_seed_decides_the_text_and_int8_generates_too(folder):
 
 
 @pytest.mark.slow
-def test_two_prompts_are_one_too_many(folder):
+def test_prompt_and_prompt_file_together_are_refused(folder):
     result = command("-m", "scripts.generate", f"checkpoint={folder}", "prompt_file=a.txt", "--", "To be")
     assert "error: give the prompt in one way only" in result.stderr
     assert result.returncode == 2

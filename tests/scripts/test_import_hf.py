@@ -68,7 +68,7 @@ YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max
     ],
     ids=str,
 )
-def test_a_llama_gives_its_logits(llama, tmp_path, config):
+def test_an_imported_llama_has_the_same_logits(llama, tmp_path, config):
     folder, theirs = llama(**config)
     ours = checkpoint.load_model(import_llama(folder, tmp_path / "ours"))
     assert ours.vocab_size == 267
@@ -89,7 +89,7 @@ def test_half_precision_weights_become_float32(llama, tmp_path):
     torch.testing.assert_close(ours(tokens), theirs.float()(tokens).logits, rtol=1e-5, atol=1e-5)
 
 
-def test_the_settings_of_older_files_mean_the_same(llama, tmp_path):
+def test_older_names_in_config_json_are_understood(llama, tmp_path):
     """transformers 4 wrote rope_theta and rope_scaling where 5 writes rope_parameters."""
     folder, theirs = llama(rope_parameters={**YARN, "rope_theta": 5000.0})
     config = json.loads((folder / "config.json").read_text())
@@ -152,7 +152,7 @@ SAID = {  # what config.json says, and how an import may refuse it; None: it mus
 
 
 @pytest.mark.parametrize("said", SAID)
-def test_what_config_json_says_is_what_transformers_makes_of_it_or_refused_by_name(llama, tmp_path, said):
+def test_config_json_is_read_as_transformers_does_or_refused_by_name(llama, tmp_path, said):
     """With heads wide enough that the pairs of a YaRN differ."""
     from transformers import LlamaForCausalLM
 
@@ -172,7 +172,7 @@ def test_what_config_json_says_is_what_transformers_makes_of_it_or_refused_by_na
         torch.testing.assert_close(ours(tokens), theirs(tokens).logits, rtol=1e-4, atol=1e-4)
 
 
-def test_a_head_of_its_own_is_not_tied_to_the_embedding(llama, tmp_path):
+def test_an_untied_head_stays_untied(llama, tmp_path):
     """transformers 5 takes it, 4 dropped it: the file contradicts itself."""
     folder, theirs = llama(tie_word_embeddings=True)
     embedding = theirs.get_input_embeddings().weight.detach()
@@ -188,7 +188,7 @@ def test_a_head_of_its_own_is_not_tied_to_the_embedding(llama, tmp_path):
     assert ours.head.weight is ours.embedding.weight
 
 
-def test_a_weight_that_lies_in_two_files_is_named(llama, tmp_path):
+def test_a_weight_in_two_files_is_refused_by_name(llama, tmp_path):
     folder, _ = llama(saving={"max_shard_size": "20KB"})
     first, second, *_ = sorted(folder.glob("*.safetensors"))
     weights = load_file(first)
@@ -202,7 +202,7 @@ def run(*arguments):
     return command("-m", *arguments)
 
 
-def test_the_command_writes_a_checkpoint_that_writes_text(llama, llama_tokenizer):
+def test_the_command_saves_a_checkpoint_that_generates_text(llama, llama_tokenizer):
     folder, _ = llama()
     result = run("scripts.import_hf", f"source={folder}", "target=imported/llama")
     assert result.returncode == 0, result.stderr
@@ -321,7 +321,7 @@ def cut(file):
         (weights(**{"model.norm.weight": torch.ones(1, 32)}), r"norm\.weight is \(1, 32\), the model's is \(32,\)"),
     ],
 )
-def test_what_cannot_be_imported_is_named_and_nothing_is_left(llama, tmp_path, damage, message):
+def test_an_impossible_import_is_refused_by_name_and_leaves_no_files(llama, tmp_path, damage, message):
     folder, _ = llama()
     damage(folder)
     with pytest.raises(ValueError, match=message):
@@ -329,7 +329,7 @@ def test_what_cannot_be_imported_is_named_and_nothing_is_left(llama, tmp_path, d
     assert not (tmp_path / "ours").exists()
 
 
-def test_a_head_that_is_missing_is_named(llama, tmp_path):
+def test_a_missing_head_is_refused_by_name(llama, tmp_path):
     folder, _ = llama(tie_word_embeddings=True)
     edit("config.json", tie_word_embeddings=False)(folder)
     with pytest.raises(ValueError, match="does not hold what its config.json says.*head.weight"):
@@ -430,7 +430,7 @@ def test_the_command_generates_the_story(stories, reference):
     assert result.stdout == (reference / "stories260K" / "expected_greedy_text.txt").read_text() + "\n"
 
 
-def test_a_prompt_goes_on_from_the_start_token(stories):
+def test_a_prompt_begins_with_the_start_token(stories):
     folder, model, expected = stories
     tokenizer = load_tokenizer(folder / "tokenizer")
     prompt = tokenizer.prompt("Once upon a time")

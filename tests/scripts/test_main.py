@@ -71,6 +71,6 @@ def test_a_shell_completes_commands_settings_and_choices(monkeypatch, capsys, li
 
 
 @pytest.mark.slow
-def test_nothing_is_imported_for_help_that_takes_long():
+def test_help_imports_nothing_slow():
     code = "import sys; from scripts import main; main.main(); assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, check=True, capture_output=True)

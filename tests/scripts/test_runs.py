@@ -39,7 +39,7 @@ def table(text: str) -> list[list[str]]:
     return [line.split() for line in text.splitlines()]
 
 
-def test_the_list_has_a_line_a_run_also_for_those_of_a_sweep_and_broken_ones(make, tmp_path):
+def test_the_list_has_one_line_per_run_including_sweeps_and_damaged_runs(make, tmp_path):
     whole = make("whole", 1, [3.0, 2.0, 1.0], {1: 2.5, 2: 2.25, 3: 2.75})
     (whole / "environment.json").write_text('{"parameters": 1377664}')
     make("sweep/0", 2, [3.0, 2.0], {})
@@ -59,9 +59,7 @@ def test_the_list_has_a_line_a_run_also_for_those_of_a_sweep_and_broken_ones(mak
     ]
 
 
-def test_the_list_names_the_best_checkpoint_where_the_last_is_another_and_says_how_much_worse_that_is(
-    make, small, tmp_path
-):
+def test_the_list_compares_the_best_checkpoint_with_the_last(make, small, tmp_path):
     for name, losses in {"over": [2.0, 3.0], "level": [2.0, 2.001], "down": [3.0, 2.0], "unknown": [2.0, None]}.items():
         run = make(name, 1, [3.0, 2.0], {1: 2.5})
         for step, loss in enumerate(losses, 1):
@@ -89,7 +87,7 @@ def test_a_run_that_ran_out_of_patience_has_ended(make):
     assert {line[0]: line[6] for line in lines[1:3]} == {"out": "yes", "in": "no"}
 
 
-def test_comparing_shows_the_settings_that_differ_and_the_last_figures(make):
+def test_comparing_shows_different_settings_and_the_last_metrics(make):
     make("a", 1, [3.0, 2.0, 1.0], {1: 2.5, 2: 2.25})
     make("b", 2, [3.5, 2.5], {1: 2.0})
     result = command("-m", "scripts.runs", "compare", "runs=[runs/a,runs/b]")
@@ -102,7 +100,7 @@ def test_comparing_shows_the_settings_that_differ_and_the_last_figures(make):
     assert lines["best val_loss"] == ["2.25", "2"] and lines["at step"] == ["2", "1"]
 
 
-def test_equal_settings_are_said_to_be_equal_and_a_missing_figure_is_a_dash(make):
+def test_equal_settings_are_reported_and_a_missing_metric_is_a_dash(make):
     make("a", 1, [3.0], {1: 2.5})
     make("b", 1, [3.0], {})
     result = command("-m", "scripts.runs", "compare", "runs=[runs/a,runs/b]")
@@ -110,7 +108,7 @@ def test_equal_settings_are_said_to_be_equal_and_a_missing_figure_is_a_dash(make
     assert ["val_loss", "2.5", "-"] in table(result.stdout)
 
 
-def test_a_picture_is_made(make, tmp_path):
+def test_a_plot_is_saved(make, tmp_path):
     make("sweep/0", 1, [3.0, 2.0, 1.0], {1: 2.5, 3: 2.25})
     result = command("-m", "scripts.runs", "plot", "runs=runs/sweep/0", "output=picture.png")
     assert result.returncode == 0, result.stderr
@@ -147,7 +145,7 @@ def test_a_mistake_is_one_line(arguments, message):
     assert result.stderr.startswith(f"error: {message}") and result.stderr.count("\n") == 1
 
 
-def test_a_damaged_config_is_named(make):
+def test_the_error_names_a_damaged_config(make):
     (make("a", 1, [3.0], {}) / "config.yaml").write_text("a: [")
     result = command("-m", "scripts.runs", "compare", "runs=[runs/a,runs/a]")
     assert result.returncode == 2 and "runs/a/config.yaml is damaged" in result.stderr
@@ -171,7 +169,7 @@ def test_a_damaged_run_is_listed_with_a_note_and_hides_no_other(make, row):
     assert "error: runs/bad/metrics.jsonl, line 1, is damaged: " in result.stderr
 
 
-def test_what_is_no_json_is_passed_over_as_a_killed_runs_last_line_is(make):
+def test_invalid_json_is_skipped_like_the_last_line_of_a_killed_run(make):
     path = make("whole", 1, [3.0, 2.0], {}) / "metrics.jsonl"
     path.write_bytes(b"\x00\xff" * 99 + b"\n" + b"[" * 100_000 + b"\n" + path.read_bytes())
     assert [row["step"] for row in runs.rows(path.parent)] == [1, 2]
