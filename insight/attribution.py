@@ -1,7 +1,7 @@
-"""What each token of the prompt contributes to the answer.
+"""The contribution of each token of the prompt to the answer.
 
-The methods are captum's. It perturbs and differentiates numbers, which token ids are not: `of_embeddings` hands it the
-model as a function of its embeddings.
+The methods are captum's, which perturbs and differentiates continuous inputs; token ids are not. `of_embeddings` turns
+the model into a function of its embeddings.
 """
 
 from collections.abc import Callable
@@ -16,11 +16,11 @@ from model.hooks import Site, editing
 
 
 class CaptumMissingError(ValueError):
-    """Says what to install."""
+    """captum is not installed; the message says how to install it."""
 
 
 def methods():
-    """captum.attr, which is imported when it is needed."""
+    """captum.attr, imported on first use."""
     try:
         import captum.attr
     except ImportError:
@@ -29,10 +29,10 @@ def methods():
 
 
 def of_embeddings(model: GPT, score: Score) -> Callable[[Tensor], Tensor]:
-    """embeddings (b s d_model) as `embed` gives them -> the score behind each row, (b,)."""
+    """A function of embeddings (b s d_model), as returned by `embed` -> the score after each row, (b,)."""
 
     def forward(embeddings: Tensor) -> Tensor:
-        tokens = torch.zeros(embeddings.shape[:2], dtype=torch.long, device=embeddings.device)  # not looked at
+        tokens = torch.zeros(embeddings.shape[:2], dtype=torch.long, device=embeddings.device)  # replaced below
         with editing(model, {Site("embedding"): lambda _: embeddings}):
             return score(last_logits(model, tokens))
 
@@ -41,23 +41,23 @@ def of_embeddings(model: GPT, score: Score) -> Callable[[Tensor], Tensor]:
 
 @torch.no_grad()
 def embed(model: GPT, tokens: Tensor) -> Tensor:
-    """tokens (...) -> what they are looked up as (... d_model), behind the embedding's norm and before positions.
+    """tokens (...) -> their embeddings (... d_model), after the embedding's norm and before positions are added.
 
-    In front of that norm there is no gradient along an embedding, for its length does not count there.
+    Before that norm, the length of an embedding has no effect, and so no gradient.
     """
     x = model.embedding(tokens)
     return x if model.embedding_norm is None else model.embedding_norm(x)
 
 
 def mean_embedding(model: GPT) -> Tensor:
-    """(d_model,): the average token, which stands in for one that is taken away."""
+    """(d_model,): the average embedding, which replaces that of a removed token."""
     return embed(model, torch.arange(model.vocab_size, device=model.embedding.weight.device)).mean(0)
 
 
 def occlusion(model: GPT, tokens: Tensor, score: Score, baseline: Tensor, batch: int = 64) -> Tensor:
-    """What the score loses when each token in turn is replaced by `baseline` (d_model,): (s,), in nats.
+    """The decrease of the score if each token in turn is replaced by `baseline` (d_model,): (s,), in nats.
 
-    tokens (1 s). "Visualizing and Understanding Convolutional Networks" (2013), with tokens for patches.
+    tokens (1 s). "Visualizing and Understanding Convolutional Networks" (2013), with tokens instead of patches.
     """
     embeddings = embed(model, tokens)
     effects = (
@@ -70,14 +70,13 @@ def occlusion(model: GPT, tokens: Tensor, score: Score, baseline: Tensor, batch:
             perturbations_per_eval=batch,
         )
     )
-    return effects[0, :, 0]  # the same in all dimensions, which go together
+    return effects[0, :, 0]  # the same in all dimensions of a token
 
 
 def gradient_x_input(model: GPT, tokens: Tensor, score: Score) -> Tensor:
-    """The score's gradient by each embedding times that embedding: (s,), in nats.
+    """The gradient of the score with respect to each embedding, times that embedding: (s,), in nats.
 
-    What a token would contribute if the model were linear and zero the embedding of nothing ("Not Just a Black Box",
-    2016). tokens (1 s).
+    The contribution of each token if the model were linear ("Not Just a Black Box", 2016). tokens (1 s).
     """
     embeddings = embed(model, tokens).requires_grad_()
     return methods().InputXGradient(of_embeddings(model, score)).attribute(embeddings)[0].sum(-1).detach()
@@ -85,9 +84,9 @@ def gradient_x_input(model: GPT, tokens: Tensor, score: Score) -> Tensor:
 
 class Integrated(NamedTuple):
     attributions: Tensor  # (s,), in nats
-    difference: float  # between the scores of the prompt and the baseline, which they should add up to
-    error: float  # by how much they do not
-    complete: bool  # whether that is little
+    difference: float  # of the scores of prompt and baseline: the sum that attributions should have
+    error: float  # the sum of the attributions minus that difference
+    complete: bool  # whether the error is within the tolerance
     steps: int
 
 
@@ -102,12 +101,12 @@ def integrated_gradients(
     tolerance: float = 0.01,
     batch: int = 64,
 ) -> Integrated:
-    """Gradients on the straight way from a baseline to the prompt, times that way: each token's share of the score.
+    """The mean gradient on the straight line from a baseline to the prompt, times that line: attributions by token.
 
-    "Axiomatic Attribution for Deep Networks" (2017). Its completeness (the shares add up to what the score gains on the
-    way) holds for the integral, and so shows whether the sum stands for it: steps are doubled until the error is within
-    `tolerance` of the difference, or there are max_steps. Near a baseline of zero an RMSNorm turns very fast, and no
-    number of steps may do. tokens (1 s); baseline broadcasts to (1 s d_model).
+    "Axiomatic Attribution for Deep Networks" (2017). The integral is complete: attributions add up to the difference of
+    the scores. Steps are doubled until the error of the sum is within `tolerance` of that difference, up to max_steps.
+    Near a baseline of zero an RMSNorm changes so fast that no number of steps may suffice. tokens (1 s); baseline
+    broadcasts to (1 s d_model).
     """
     forward, embeddings = of_embeddings(model, score), embed(model, tokens)
     start = baseline.expand_as(embeddings)

@@ -1,8 +1,8 @@
-"""matplotlib, where it is installed."""
+"""matplotlib, if it is installed."""
 
 
 def pyplot():
-    """matplotlib.pyplot, for files and not for a screen; ValueError with what to install."""
+    """matplotlib.pyplot, for files; ValueError with the command to install it if it is missing."""
     try:
         import matplotlib
     except ImportError:

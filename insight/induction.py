@@ -1,15 +1,15 @@
-"""A model that is understood, because it was written and not trained: two layers that continue a pattern.
+"""A hand-written model whose mechanism is known: two layers that continue a pattern (an induction head).
 
-Behind `^ b a c ... b` it says a: it looks for what followed the last token before ("A Mathematical Framework for
-Transformer Circuits", 2021; "In-context Learning and Induction Heads", 2022). What each head does is known, and so what
-a method must say of it.
+After `^ b a c ... b` it predicts a, the token that followed b before ("A Mathematical Framework for Transformer
+Circuits", 2021; "In-context Learning and Induction Heads", 2022). The role of each head is known, and so is what a
+method must report about it.
 
-| head | where it looks | what it does |
+| head | attends to | effect |
 | --- | --- | --- |
-| 0.0 | at the token before | notes it beside each token |
-| 0.1 | at the beginning | nothing: it has no values |
-| 1.0 | at the token that stands behind an earlier occurrence of this one | says that one comes next |
-| 1.1 | where 1.0 looks, as strongly | nothing: it reads the values, and wo drops them |
+| 0.0 | the token before | copies it to each token |
+| 0.1 | the first token | none: its values are zero |
+| 1.0 | the token after an earlier occurrence of this token | predicts that token |
+| 1.1 | the same tokens as 1.0, as strongly | none: wo drops its values |
 """
 
 import math
@@ -19,18 +19,17 @@ from torch import Tensor
 
 from model import GPT, ModelConfig
 
-SHARPNESS = 20.0  # by how much the score of the key that a head looks for lies above all others
-CONFIDENCE = 10.0  # by how much the logit of the answer lies above all others
+SHARPNESS = 20.0  # how much higher the score of the attended key is than all others
+CONFIDENCE = 10.0  # how much higher the logit of the answer is than all others
 
 PREVIOUS, SINK, INDUCTION, WATCHER = (0, 0), (0, 1), (1, 0), (1, 1)
 
 
 @torch.no_grad()
 def induction_model(vocab_size: int, max_seq_len: int) -> GPT:
-    """A GPT (learned positions, RMSNorm) whose prompts must begin with a token that is found nowhere else.
+    """A GPT (learned positions, RMSNorm) whose prompts must start with a token that occurs nowhere else.
 
-    A stream vector has four parts, each with a one where it says something: the token, its position, the token before,
-    and the answer.
+    The residual stream has four one-hot parts: the token, its position, the token before, and the answer.
     """
     n_heads, width = 2, 3 * vocab_size + max_seq_len
     d_model = n_heads * max(math.ceil(width / n_heads), vocab_size, max_seq_len)
@@ -46,11 +45,11 @@ def induction_model(vocab_size: int, max_seq_len: int) -> GPT:
     model.position_embedding.table.weight[:, place] = torch.eye(max_seq_len)
     first, second = model.blocks
     for ones, norm in ((2, first.attention_norm), (3, second.attention_norm), (4, model.norm)):
-        norm.weight.fill_(math.sqrt(ones / d_model))  # takes back what dividing by the rms of so many ones does
+        norm.weight.fill_(math.sqrt(ones / d_model))  # undoes the division by the rms of this many ones
 
-    write(first.attention, 0, q=place, k=place.roll(1), v=token, o=before)  # a key calls itself one place further
+    write(first.attention, 0, q=place, k=place.roll(1), v=token, o=before)  # keys match the next position
     wq, wk = (w.weight.unflatten(0, (n_heads, -1))[1] for w in (first.attention.wq, first.attention.wk))
-    wq[0, place], wk[0, place[0]] = sharp(first.attention), 1.0  # from every place to the first
+    wq[0, place], wk[0, place[0]] = sharp(first.attention), 1.0  # from every position to the first
     write(second.attention, 0, q=token, k=before, v=token, o=answer)
     write(second.attention, 1, q=token, k=before, v=token, o=None)
     model.head.weight[:, answer] = CONFIDENCE * torch.eye(vocab_size)
@@ -58,12 +57,12 @@ def induction_model(vocab_size: int, max_seq_len: int) -> GPT:
 
 
 def sharp(attention) -> float:
-    """What a query's one must be for a score of SHARPNESS."""
+    """The value of a query's entry that gives a score of SHARPNESS."""
     return SHARPNESS * math.sqrt(attention.wq.weight.shape[0] / attention.n_heads)
 
 
 def write(attention, head: int, *, q: Tensor, k: Tensor, v: Tensor, o: Tensor | None):
-    """Lets a head compare the dimensions q of the query with k of the key, and move v to o; None: to nowhere."""
+    """Makes a head match dimensions q of the query with k of the key, and copy v to o (None: nowhere)."""
     wq, wk, wv = (
         w.weight.unflatten(0, (attention.n_heads, -1))[head] for w in (attention.wq, attention.wk, attention.wv)
     )

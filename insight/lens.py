@@ -1,4 +1,4 @@
-"""What the model would say if it ended after each block: the logit lens (nostalgebraist, 2020)."""
+"""The logit lens (nostalgebraist, 2020): the predictions of the model if it ended after each block."""
 
 import torch
 from torch import Tensor
@@ -11,8 +11,8 @@ from model.hooks import Site, recording
 def logit_lens(model: GPT, tokens: Tensor) -> Tensor:
     """tokens (1 s) -> logits (n_layers + 1, s, vocab): before the first block, and after each.
 
-    What lies in the stream there is read as the head reads it at the end, behind the final norm; the last are the
-    model's own. Early layers need not write in the head's language: an unreadable one says nothing about what is there.
+    The final norm and the head are applied to the residual stream; the last logits are the model's. Nonsense from an
+    early layer does not mean that it holds no information: it need not be in the form that the head reads.
     """
     sites = [Site("stream", i) for i in range(len(model.blocks) + 1)]
     with recording(model, sites) as found:

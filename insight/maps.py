@@ -1,6 +1,6 @@
-"""Pictures, for matplotlib: attention maps, a number a token, a number a cell, what each layer would say.
+"""Pictures with matplotlib: attention maps, a number per token, a number per cell, the logit lens.
 
-All take `tokens` as they are to be read, see `visible`, and write to a path.
+All take `tokens` in readable form, see `visible`, and save to a path.
 """
 
 import math
@@ -15,8 +15,8 @@ from insight.drawing import pyplot
 from model import GPT, collect_attention
 
 CAVEAT = (
-    "A weight is not a cause: it says where a head looks, not whether what it reads there changes the answer. "
-    "The effect is measured, by ablating the head."
+    "A weight is not a cause: it shows where a head attends, not whether this changes the answer. "
+    "The effect is measured by ablating the head."
 )
 INCHES_A_LABEL = 0.11
 
@@ -27,7 +27,7 @@ SIGNS = str.maketrans(
 
 
 def visible(token: bytes) -> str:
-    """A token as one can see it: a dot for a space, arrows for line break and tab, <..> for what is no character."""
+    """A token in visible form: a dot for a space, arrows for newline and tab, <..> for bytes that are no character."""
 
     def sign(c: str) -> str:
         broken = 0xDC80 <= ord(c) <= 0xDCFF  # a byte of half a character
@@ -45,21 +45,21 @@ def attention_maps(model: GPT, tokens: Tensor) -> Tensor:
 
 
 def _label(axis, tokens: Sequence[str], inches: float, **options):
-    """Writes tokens along an axis that is so long; where they would not fit, every second, third, ... of them."""
+    """Writes tokens along an axis of this length; if they do not fit, every second, third, ... of them."""
     step = max(1, math.ceil(len(tokens) * INCHES_A_LABEL / inches))
     places = range(0, len(tokens), step)
     axis.set_ticks(places, [tokens[i] for i in places], fontsize=7, parse_math=False, **options)
 
 
 def _save(figure, path: str | Path, title: str):
-    letters = int(figure.get_figwidth() * 12)  # that fit into a line
+    letters = int(figure.get_figwidth() * 12)  # per line
     lines = [part for line in title.split("\n") for part in textwrap.wrap(line, letters)]
     figure.suptitle("\n".join(lines), fontsize=10, parse_math=False)
     figure.savefig(path, dpi=120)
 
 
 def draw_attention(path: str | Path, weights: Tensor, tokens: Sequence[str], effects: Tensor, title: str):
-    """Every head's map, a row of pictures a layer. weights (n_layers, h, q, k); effects (n_layers, h) in nats."""
+    """The map of every head, a row per layer. weights (n_layers, h, q, k); effects (n_layers, h) in nats."""
     n_layers, n_heads, n, _ = weights.shape
     seen = torch.ones(n, n, dtype=torch.bool).tril()
     side = min(max(INCHES_A_LABEL * n, 1.8), max(30 / n_heads, 1.8))
@@ -81,13 +81,13 @@ def draw_attention(path: str | Path, weights: Tensor, tokens: Sequence[str], eff
         row[0].set_ylabel("this token ...", fontsize=8)
     for bottom in axes[-1]:
         _label(bottom.xaxis, tokens, side, rotation=90)
-        bottom.set_xlabel("... looks at", fontsize=8)
+        bottom.set_xlabel("... attends to", fontsize=8)
     figure.colorbar(image, ax=axes, shrink=min(1.0, 4 / (n_layers * side)), label="weight")
     _save(figure, path, f"{title}\n{CAVEAT}")
 
 
 def draw_bars(path: str | Path, values: Sequence[float], tokens: Sequence[str], title: str, unit: str):
-    """A bar a token, from the first at the top."""
+    """A bar per token, the first on top."""
     figure, axes = pyplot().subplots(figsize=(7, max(2.0, 1.4 + 0.17 * len(tokens))), layout="constrained")
     axes.barh(range(len(values)), values, color=["C0" if value >= 0 else "C3" for value in values])
     axes.set_yticks(range(len(tokens)), tokens, fontsize=8, parse_math=False)
@@ -100,7 +100,7 @@ def draw_bars(path: str | Path, values: Sequence[float], tokens: Sequence[str], 
 def draw_cells(
     path: str | Path, grids: Sequence[tuple[str, Tensor, Sequence[str], Sequence[str]]], title: str, unit: str
 ):
-    """Grids one below the other, (name, values (rows, columns), names of the rows, of the columns); 0 is white."""
+    """Grids one below the other: (name, values (rows, columns), row names, column names); 0 is white."""
     rows = [0.25 * len(values) for _, values, _, _ in grids]  # inches
     columns = max(values.shape[1] for _, values, _, _ in grids)
     figure, axes = pyplot().subplots(
@@ -123,9 +123,9 @@ def draw_cells(
 
 
 def draw_lens(path: str | Path, best: Sequence[Sequence[str]], chances: Tensor, tokens: Sequence[str], title: str):
-    """What the model would say behind each token (a row), before the first block and after each (columns).
+    """The predictions after each token (rows), before the first block and after each block (columns).
 
-    best[layer][token] is the most likely, chances (n_layers + 1, s) its probability; darker is surer.
+    best[layer][token] is the most likely token, chances (n_layers + 1, s) its probability; darker is more likely.
     """
     n_columns, n = chances.shape
     figure, axis = pyplot().subplots(figsize=(max(6.0, 2.8 + 0.8 * n_columns), 2.2 + 0.2 * n), layout="constrained")
@@ -134,14 +134,14 @@ def draw_lens(path: str | Path, best: Sequence[Sequence[str]], chances: Tensor, 
     names = ["embedding", *(f"block {i}" for i in range(n_columns - 1))]
     axis.set_xticks(range(n_columns), names, fontsize=8)
     axis.set_yticks(range(n), tokens, fontsize=8, parse_math=False)
-    axis.set_xlabel("if the model ended behind", fontsize=8)
-    axis.set_ylabel("what would follow this token", fontsize=8)
+    axis.set_xlabel("if the model ended after", fontsize=8)
+    axis.set_ylabel("prediction after this token", fontsize=8)
     figure.colorbar(image, ax=axis, label="probability", aspect=max(8, 0.8 * n))
     _save(figure, path, title)
 
 
 def _write(axis, texts: Sequence[Sequence[str]], dark: Tensor):
-    """A text into each cell, white where it is dark."""
+    """Writes a text into each cell, in white if it is dark."""
     for i, row in enumerate(texts):
         for j, text in enumerate(row):
             colour = "white" if dark[i, j] else "black"

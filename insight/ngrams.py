@@ -1,8 +1,8 @@
-"""An n-gram model as a yardstick: what counting alone predicts, of the same training text.
+"""N-gram models as baselines, counted on the same training text.
 
 Interpolated Kneser-Ney smoothing with three discounts ("An Empirical Study of Smoothing Techniques for Language
-Modeling", Chen and Goodman, 1998, section 3). An n-gram is known by the number of its beginning and its last token, so
-that counting is sorting, one order after the other, and looking up is a binary search.
+Modeling", Chen and Goodman, 1998, section 3). An n-gram is identified by the number of its context and its last token:
+counting is sorting, one order after the other, and a look-up is a binary search.
 """
 
 from collections.abc import Callable
@@ -10,16 +10,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-DISCOUNTS = (0.5, 1.0, 1.5)  # where a text is too small, or too even, to estimate them
+DISCOUNTS = (0.5, 1.0, 1.5)  # if a text is too short, or too uniform, to estimate them
 
 
 @dataclass
 class Level:
-    """The n-grams of one order, ascending by key: number of the beginning (its context) * vocab_size + last token.
+    """The n-grams of one order, ascending by key: number of the context * vocab_size + last token.
 
-    Of each pair, the first array holds what an n-gram gets by itself, the second what a context leaves to shorter ones:
-    by how often n-grams were seen, which counts in the highest order, and by how many different tokens were seen in
-    front of them, which counts in those below.
+    Each pair holds the probability mass of an n-gram itself, and the mass that a context leaves to shorter n-grams:
+    by_count from the number of occurrences, for the highest order; by_continuation from the number of different tokens
+    before the n-gram, for lower orders.
     """
 
     keys: np.ndarray
@@ -34,15 +34,15 @@ class NGrams:
 
 
 def fit(tokens: np.ndarray, vocab_size: int, order: int, progress: Callable = iter) -> NGrams:
-    """Counts the n-grams of a text (n,) up to an order. ValueError for a text that is shorter than one.
+    """Counts the n-grams of a text (n,) up to an order. ValueError if the text is shorter than that.
 
-    Takes time and memory in proportion to the tokens: with order 5 one or two seconds a million and, if most n-grams
-    are different ones, 130 bytes each.
+    Time and memory are proportional to the tokens: with order 5, one or two seconds per million and, if most n-grams
+    differ, 130 bytes each.
     """
     if len(tokens) < order:
         raise ValueError(f"n-grams of order {order} need a text of {order} tokens or more, got {len(tokens)}")
     levels: list[Level] = []
-    numbers = np.zeros(len(tokens) + 1, np.int64)  # of the n-gram that begins at each token; the empty one has 0
+    numbers = np.zeros(len(tokens) + 1, np.int64)  # of the n-gram that starts at each token; the empty one is 0
     n_contexts = 1
     for n in progress(range(1, order + 1)):
         keys, somewhere, which, counts = np.unique(
@@ -51,7 +51,7 @@ def fit(tokens: np.ndarray, vocab_size: int, order: int, progress: Callable = it
             return_inverse=True,
             return_counts=True,
         )
-        if levels:  # each different n-gram is a token seen in front of its end
+        if levels:  # each distinct n-gram is a distinct token before its suffix
             shorter = levels[-1]
             continuations = np.bincount(numbers[somewhere + 1], minlength=n_contexts)
             shorter.by_continuation = smooth(continuations, shorter.keys // vocab_size, len(shorter.by_count[1]))
@@ -61,9 +61,10 @@ def fit(tokens: np.ndarray, vocab_size: int, order: int, progress: Callable = it
 
 
 def smooth(counts: np.ndarray, contexts: np.ndarray, n_contexts: int) -> tuple[np.ndarray, np.ndarray]:
-    """Counts of n-grams and their contexts -> what each n-gram gets by itself, and what each context has left.
+    """Counts of n-grams and their contexts -> the mass of each n-gram itself, and the mass that each context leaves.
 
-    The counts of a context, less what is taken off each, over their sum; 1 is left where a context has none.
+    The mass of an n-gram is its count, minus the discount, over the sum of its context's counts; a context without
+    n-grams leaves 1.
     """
     taken = discounts(counts)[np.minimum(counts, 3)]
     total = np.bincount(contexts, counts, n_contexts)
@@ -73,7 +74,7 @@ def smooth(counts: np.ndarray, contexts: np.ndarray, n_contexts: int) -> tuple[n
 
 
 def discounts(counts: np.ndarray) -> np.ndarray:
-    """What is taken off a count of 0, 1, 2, and 3 or more: equation 17 of Chen and Goodman."""
+    """The discounts of counts 0, 1, 2, and 3 or more: equation 17 of Chen and Goodman."""
     n1, n2, n3, n4 = np.bincount(np.minimum(counts, 5), minlength=6)[1:5]
     if min(n1, n2, n3, n4) > 0:
         y = n1 / (n1 + 2 * n2)
@@ -84,16 +85,16 @@ def discounts(counts: np.ndarray) -> np.ndarray:
 
 
 def probabilities(model: NGrams, tokens: np.ndarray) -> np.ndarray:
-    """tokens (... s) -> (order, ... s): of each, given those before it in its row, under a model of each order.
+    """tokens (... s) -> (order, ... s): the probability of each token given those before it in its row.
 
-    Each row of the result is a model of its own, that of order 1 first; a token that was never seen has a probability,
-    too. What stands at the beginning of a row is predicted from what there is.
+    Each row of the result is the model of one order, 1 first. Unseen tokens have a probability too. Tokens at the start
+    of a row have shorter contexts.
     """
-    contexts = np.zeros(tokens.shape, np.int64)  # number of what stands before each token; -1: never seen
+    contexts = np.zeros(tokens.shape, np.int64)  # the number of each token's context; -1: never seen
     shorter = np.full(tokens.shape, 1 / model.vocab_size)
     out = []
     for level in model.levels:
-        keys = contexts * model.vocab_size + tokens  # below 0, like no other, where the context was never seen
+        keys = contexts * model.vocab_size + tokens  # negative, and so not found, if the context was never seen
         numbers = np.searchsorted(level.keys, keys).clip(max=len(level.keys) - 1)
         numbers[level.keys[numbers] != keys] = -1
 

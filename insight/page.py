@@ -1,4 +1,4 @@
-"""Attention as a page: one file that needs no network, with every head, and the number under the pointer."""
+"""Attention as an HTML page: one file, without a network, with every head; it shows the number under the pointer."""
 
 import base64
 import json
@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 
 TEMPLATE = Path(__file__).with_name("page.html")
-FULL = 65535  # a weight of 1, in the two bytes that each takes
+FULL = 65535  # a weight of 1, stored in two bytes
 
 
 def write_page(path: str | Path, weights: Tensor, tokens: Sequence[str], heads: list[dict], about: dict):
-    """weights (n_layers, h, q, k); `heads` are the rows of the table, in the maps' order; `about` is said at the top.
+    """Writes the page. weights (n_layers, h, q, k); `heads` are the rows of the table, in the same order.
 
-    A head's row has `layer`, `head`, `weight` (on the token number `key`), `looks_at` (a token's number), `most` (the
-    weight there), `effect`, `probability`, `remark` and perhaps `recovered`; about has `lines` for the top, `key`,
-    `because` (why that token) and `ablated` (what an ablated head says instead).
+    A row has `layer`, `head`, `weight` (on the token with index `key`), `looks_at` (the index of the most attended
+    token), `most` (its weight), `effect`, `probability`, `remark` and perhaps `recovered`. `about` has `lines` for the
+    top, `key`, `because` (why that token) and `ablated` (the output of an ablated head).
     """
     lower = torch.ones(weights.shape[-2:], dtype=torch.bool).tril()
     packed = (weights[..., lower] * FULL).round().cpu().numpy().astype("<u2")  # (n_layers, h, pairs)
@@ -30,6 +30,6 @@ def write_page(path: str | Path, weights: Tensor, tokens: Sequence[str], heads: 
         "heads": heads,
         **about,
     }
-    safe = json.dumps(data, ensure_ascii=False).replace("<", "\\u003c")  # no token ends the script
+    safe = json.dumps(data, ensure_ascii=False).replace("<", "\\u003c")  # so that no token can end the script
     page = TEMPLATE.read_text(encoding="utf-8").replace("/* DATA */ null", safe)
     Path(path).write_text(page, encoding="utf-8")

@@ -1,8 +1,8 @@
-"""What a part of the model causes: take its place, and see what becomes of the answer.
+"""The causal effect of a part of the model: replace its output, and measure how the answer changes.
 
-A site is where one part hands something to the next. `editing` puts anything in its place; ablation puts nothing there,
-patching what was there for another prompt ("Investigating Gender Bias in Language Models Using Causal Mediation
-Analysis", 2020; "Locating and Editing Factual Associations in GPT", 2022).
+`editing` replaces the activation at a site. Ablation replaces it by zeros or a mean, patching by the activation for
+another prompt ("Investigating Gender Bias in Language Models Using Causal Mediation Analysis", 2020; "Locating and
+Editing Factual Associations in GPT", 2022).
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -25,13 +25,13 @@ def branches(model: GPT) -> list[Site]:
 
 
 def everything(model: GPT) -> list[Site]:
-    """All that ever enters the stream, head by head: with these patched, nothing of the prompt itself is left."""
+    """All sites that write into the residual stream, head by head: patching them all replaces the prompt completely."""
     return [Site("embedding"), *heads(model), *(site for site in branches(model) if site.kind == "feed_forward")]
 
 
 @torch.no_grad()
 def record(model: GPT, tokens: Tensor, sites: Iterable[Site]) -> dict[Site, Tensor]:
-    """What each site hands on (b s d) while the model reads tokens (b s)."""
+    """The activations (b s d) at each site for tokens (b s)."""
     with recording(model, sites) as found:
         model(tokens)
     return found
@@ -41,15 +41,15 @@ def record(model: GPT, tokens: Tensor, sites: Iterable[Site]) -> dict[Site, Tens
 
 
 def last_logits(model: GPT, tokens: Tensor) -> Tensor:
-    """tokens (b s) -> what the model says comes behind each row, (b vocab)."""
+    """tokens (b s) -> the logits after each row, (b vocab)."""
     return model(tokens, at=torch.full((len(tokens),), tokens.shape[1] - 1, device=tokens.device))
 
 
 def score_of(answer: int, against: int | None = None) -> Score:
-    """How much the model is for an answer, in nats: log p(answer), or how far it lies before another token.
+    """The score of an answer, in nats: log p(answer), or log p(answer) - log p(against).
 
-    The latter, log p(answer) - log p(against), is the difference of the two logits: it moves only when one of these two
-    does, and not when a third takes probability from both.
+    The latter is the difference of two logits: it changes only if one of them does, not if a third token takes
+    probability from both.
     """
 
     def score(logits: Tensor) -> Tensor:
@@ -70,7 +70,7 @@ ABLATIONS = {
 
 @torch.no_grad()
 def ablate(model: GPT, tokens: Tensor, sites: Iterable[Site], how: str = "zero") -> Tensor:
-    """The logits (b vocab) behind tokens (b s) when the sites say "zero", or their own "mean" throughout."""
+    """The logits (b vocab) after tokens (b s) if the activations at the sites are "zero", or their own "mean"."""
     with editing(model, dict.fromkeys(sites, ABLATIONS[how])):
         return last_logits(model, tokens)
 
@@ -80,9 +80,9 @@ def ablate(model: GPT, tokens: Tensor, sites: Iterable[Site], how: str = "zero")
 
 @torch.no_grad()
 def patch(model: GPT, tokens: Tensor, source: dict[Site, Tensor], where: Tensor | None = None) -> Tensor:
-    """The logits (b vocab) behind tokens (b s) when the sites of `source` hand on what it holds, (1 s d) or (s d).
+    """The logits (b vocab) after tokens (b s) if the activations at some sites are those of `source`, (1 s d) or (s d).
 
-    where (b s): True at the positions at which they do so; None: at all.
+    where (b s): True at the positions that are patched; None: all.
     """
 
     def put(there: Tensor):
@@ -96,19 +96,19 @@ def patch(model: GPT, tokens: Tensor, source: dict[Site, Tensor], where: Tensor 
 
 
 def patch_each_position(model: GPT, tokens: Tensor, source: dict[Site, Tensor], batch: int = 64) -> Tensor:
-    """As patch of one prompt (1 s), at one position at a time: the logits (s vocab), so many forwards side by side."""
+    """Patches a prompt (1 s) at one position at a time: the logits (s vocab), `batch` positions per forward."""
     s = tokens.shape[1]
     alone = torch.eye(s, dtype=torch.bool, device=tokens.device).split(batch)
     return torch.cat([patch(model, tokens.expand(len(where), s), source, where) for where in alone])
 
 
 def recovered(score: Tensor, clean: float, corrupted: float) -> Tensor:
-    """Which share of the way from the corrupted prompt's score back to the clean one's a patch has gone."""
+    """The fraction of the difference between the corrupted and the clean prompt's score that a patch recovers."""
     return (score - corrupted) / (clean - corrupted)
 
 
 def rank_correlation(x: Sequence[float], y: Sequence[float]) -> float | None:
-    """Spearman's, with the mean rank for equal values; None where one of the two is the same throughout."""
+    """Spearman's rank correlation, with mean ranks for ties; None if one of the two is constant."""
     ranks = torch.stack([_ranks(torch.tensor(values, dtype=torch.float64)) for values in (x, y)])
     centred = ranks - ranks.mean(1, keepdim=True)
     length = centred.norm(dim=1)
@@ -123,9 +123,9 @@ def _ranks(x: Tensor) -> Tensor:
 
 
 def swaps(clean: Tensor, other: Tensor) -> tuple[list[int], Tensor]:
-    """Two prompts (1 s) -> the positions at which they differ, and prompts (n s) in which one of these is the other's.
+    """Two prompts (1 s) -> the positions where they differ, and prompts (n s) with the other's token at one of these.
 
-    ValueError if the prompts are of different length.
+    ValueError if the prompts have different lengths.
     """
     if clean.shape != other.shape:
         raise ValueError(f"two prompts to swap must be of equal length, got {clean.shape[1]} and {other.shape[1]}")

@@ -1,14 +1,14 @@
-"""Evaluation in depth: where a model is good and bad at a held-out text, beside what counting n-grams achieves.
+"""The evaluation report: where a model is good and bad on a validation text, compared with n-gram models.
 
-| file | what it does |
+| file | content |
 | --- | --- |
-| measure.py | measures, and gives plain dicts and lists, as they go into a JSON file |
+| measure.py | measures; returns plain dicts and lists, for JSON |
 | tables.py | prints them |
 | pictures.py | draws them |
-| bands.py | what both show alike |
+| bands.py | shared by tables and pictures |
 
-A text is anything with len and read(start, length), such as memory-mapped tokens: it is read in pieces, and sums are
-all that is kept.
+A text is anything with len and read(start, length), such as memory-mapped tokens. It is read in pieces, and only sums
+are kept.
 """
 
 from insight.report.measure import copies, count, losses

@@ -1,4 +1,4 @@
-"""What tables and pictures show alike: rows put together, and words for them."""
+"""Shared by tables and pictures: rows merged into bands, and their labels."""
 
 import math
 
@@ -8,21 +8,21 @@ def position_bands(rows: list[dict]) -> list[tuple[int, int, dict]]:
     out, low = [], 1
     while low <= len(rows):
         high = min(len(rows), 1 if low == 1 else 2 * (low - 1))
-        some = [row for row in rows[low - 1 : high] if row["tokens"]]
-        n = sum(row["tokens"] for row in some)
+        band = [row for row in rows[low - 1 : high] if row["tokens"]]
+        n = sum(row["tokens"] for row in band)
         if n:
-            merged = {"tokens": n, "error": math.sqrt(sum((row["tokens"] * row["error"]) ** 2 for row in some)) / n}
+            merged = {"tokens": n, "error": math.sqrt(sum((row["tokens"] * row["error"]) ** 2 for row in band)) / n}
             for name in ("loss", "ngram_loss"):
-                known = some[0][name] is not None
-                merged[name] = sum(row["tokens"] * row[name] for row in some) / n if known else None
+                known = band[0][name] is not None
+                merged[name] = sum(row["tokens"] * row[name] for row in band) / n if known else None
             out.append((low, high, merged))
         low = high + 1
     return out
 
 
 def copied_shares(found: dict) -> list[tuple[str, float, float]]:
-    """(length, share of what is generated, of what is held out): three lengths, and longer ones that were found."""
-    both = [(n, share, found["held_out"]["shares"][n]) for n, share in found["generated"]["shares"].items()]
+    """(length, fraction of the generated text, of the validation text): three lengths, and longer ones if found."""
+    both = [(n, share, found["validation"]["shares"][n]) for n, share in found["generated"]["shares"].items()]
     return [row for i, row in enumerate(both) if i < 3 or any(row[1:])]
 
 

@@ -1,4 +1,4 @@
-"""What a model says of each token of a text, summed up; and how much of what it writes is copied."""
+"""Measures a model's predictions on a text, summed over tokens, and how much of its generated text is copied."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -12,26 +12,26 @@ from model.generation import generate
 from model.gpt import GPT
 
 BINS = 10  # of confidence
-LISTED = 40  # documents: the hardest and the easiest, half each
-ENOUGH = 64  # tokens of a document whose loss is ranked, if there are any so long: of fewer it is chance
-WORDS = 24  # tokens that a document is known by
-SCAN = 2**22  # tokens looked at at once
-LOGITS = 2**27  # of one forward, at most: half a gigabyte
+LISTED = 40  # documents in the report: half of them the hardest, half the easiest
+ENOUGH = 64  # tokens of a document whose loss is ranked, if there are any that long: for fewer it is mostly chance
+WORDS = 24  # tokens of a document's beginning that are shown
+SCAN = 2**22  # tokens read at once
+LOGITS = 2**27  # per forward, at most: half a gigabyte
 
 
-# --- what the model says of each token ------------------------------------------------------------------------------
+# --- predictions ----------------------------------------------------------------------------------------------------
 
 
 @dataclass
 class Scored:
-    """Consecutive tokens of a text, from number `start` on; one entry each."""
+    """Consecutive tokens of a text, from index `start` on, with one entry each."""
 
     start: int
     tokens: np.ndarray
-    seen: np.ndarray  # how many tokens of its window stand before it
+    seen: np.ndarray  # the number of tokens before it in its window
     nats: np.ndarray  # negative log-likelihood
-    confidence: np.ndarray  # the probability of the token that the model finds most likely
-    correct: np.ndarray  # whether that is the one that comes
+    confidence: np.ndarray  # the probability of the most likely token
+    correct: np.ndarray  # whether the most likely token is the right one
 
 
 @torch.inference_mode()
@@ -44,25 +44,24 @@ def score(
     autocast: torch.autocast | None = None,
     progress: Callable = iter,
 ) -> Iterator[Scored]:
-    """Scores a text by windows: each (start, length, scored) reads `length` tokens and scores its last targets.
+    """Scores a text in windows: each (start, length, scored) reads `length` tokens and scores the last `scored` ones.
 
-    The windows of a plan follow one another, so that what is scored does, too: every token but the first, once. The
-    model is to be in evaluation mode. A batch is made smaller where its logits would not fit into memory. ValueError
-    where they are NaN.
+    The windows of a plan are consecutive: every token but the first is scored once, in order. The model must be in
+    evaluation mode. Batches are made smaller if their logits would not fit into memory. ValueError if they are NaN.
     """
     device = next(model.parameters()).device
     longest = max(length for _, length, _ in plan)
     batch = max(1, min(batch, LOGITS // (longest * model.vocab_size)))
-    for some in progress([plan[i : i + batch] for i in range(0, len(plan), batch)]):
-        inputs, targets = np.zeros((len(some), longest), np.int64), []
-        for row, (start, length, scored) in enumerate(some):
+    for part in progress([plan[i : i + batch] for i in range(0, len(plan), batch)]):
+        inputs, targets = np.zeros((len(part), longest), np.int64), []
+        for row, (start, length, scored) in enumerate(part):
             tokens = text.read(start, length + 1).astype(np.int64)
-            inputs[row, :length] = tokens[:-1]  # a short window is filled up at its end, where causality hides it
+            inputs[row, :length] = tokens[:-1]  # a short window is padded at its end, where causality hides it
             targets.append(tokens[length + 1 - scored :])
         with autocast or torch.autocast(device.type, enabled=False):
             logits = model(torch.from_numpy(inputs).to(device))
         results = []
-        for of_row, target, (_, length, scored) in zip(logits, targets, some, strict=True):  # a row's fit into memory
+        for of_row, target, (_, length, scored) in zip(logits, targets, part, strict=True):  # by rows, for memory
             wide = of_row[length - scored : length].float()
             top, best = wide.max(-1)
             total = wide.logsumexp(-1)
@@ -71,30 +70,30 @@ def score(
             results.append(torch.stack([nats.double(), (top - total).exp().double(), (best == target).double()]))
         nats, confidence, correct = torch.cat(results, dim=1).cpu().numpy()
         if not np.isfinite(nats).all():
-            raise ValueError("the model's probabilities are not numbers (NaN): did its training diverge?")
-        start, length, scored = some[0]
-        seen = np.concatenate([np.arange(length - scored, length) + 1 for _, length, scored in some])
+            raise ValueError("the model's probabilities are NaN: did the training diverge?")
+        start, length, scored = part[0]
+        seen = np.concatenate([np.arange(length - scored, length) + 1 for _, length, scored in part])
         yield Scored(start + length + 1 - scored, np.concatenate(targets), seen, nats, confidence, correct)
 
 
-# --- sums over them -------------------------------------------------------------------------------------------------
+# --- sums over tokens -----------------------------------------------------------------------------------------------
 
 
 class Sums:
-    """Sums over tokens that fall into bins, one array (bins,) for each name."""
+    """Sums over the tokens in each bin: an array (bins,) for each name."""
 
     def __init__(self, n: int):
         self.n, self.of = n, {}
 
     def add(self, bins: np.ndarray, **values: np.ndarray):
-        lowest = bins.min()  # of many documents a batch holds a few
-        for name, some in values.items():
-            sums = np.bincount(bins - lowest, some)
+        lowest = bins.min()  # a batch touches few of many documents
+        for name, weights in values.items():
+            sums = np.bincount(bins - lowest, weights)
             self.of.setdefault(name, np.zeros(self.n))[lowest : lowest + len(sums)] += sums
 
     def means(self, i: int | slice) -> dict:
-        """Of a bin, or of several together: how many tokens, and what they are like; None for what none has."""
-        sums = {name: float(some[i].sum()) for name, some in self.of.items()}
+        """The number of tokens in a bin, or in several together, and their means; None for means of no tokens."""
+        sums = {name: float(values[i].sum()) for name, values in self.of.items()}
         n, size = sums["tokens"], sums["bytes"]
         if n == 0:
             return {"tokens": 0} | dict.fromkeys(("loss", "error", "ngram_loss", "accuracy", "bits_per_byte"))
@@ -110,7 +109,7 @@ class Sums:
 
 
 def count(text, vocab_size: int, progress: Callable = iter) -> np.ndarray:
-    """How often each token (vocab_size,) is there."""
+    """The number of occurrences of each token, (vocab_size,)."""
     counts = np.zeros(vocab_size, np.int64)
     for start in progress(range(0, len(text), SCAN)):
         counts += np.bincount(text.read(start, min(SCAN, len(text) - start)), minlength=vocab_size)
@@ -129,28 +128,28 @@ def losses(
     baseline: ngrams.NGrams | None = None,
     **scoring,
 ) -> dict:
-    """Where the loss of a model lies.
+    """Breaks the loss of a model down.
 
     Args:
         text, plan, scoring: see score.
         bytes_per_token (vocab,): bytes of text in each token.
-        documents: the first token of each document, ascending from 0.
-        decode: tokens -> text, for what a document begins with.
-        counts (vocab,): how often each token stands in the training text.
-        baseline: counted on that text. It always sees the tokens before, also where a window has just begun.
+        documents: the index of the first token of each document, ascending from 0.
+        decode: tokens -> text, for the beginnings of documents.
+        counts (vocab,): the occurrences of each token in the training text.
+        baseline: n-grams of that text. It always has the tokens before as context, even at the start of a window.
 
-    Returns a dict of `loss` in nats per token and what else there is of all tokens, and lists of such dicts, a row a
-    bin: `by_position`, `by_frequency`, `by_document`, `calibration`; `error` is the standard error of a loss, if tokens
-    are taken as independent.
+    Returns a dict with `loss` in nats per token and other means over all tokens, and lists of such dicts, one per bin:
+    `by_position`, `by_frequency`, `by_document`, `calibration`. `error` is the standard error of a loss if tokens were
+    independent.
     """
     breakdown = Breakdown(text, max(length for _, length, _ in plan), bytes_per_token, documents, counts, baseline)
-    for some in score(model, text, plan, **scoring):
-        breakdown.add(some)
+    for scored in score(model, text, plan, **scoring):
+        breakdown.add(scored)
     return breakdown.result(decode)
 
 
 class Breakdown:
-    """The sums of `losses`, which describes the arguments; a window has `longest` tokens or fewer."""
+    """The sums behind `losses`, see there for the arguments; `longest` is the length of the longest window."""
 
     def __init__(
         self,
@@ -167,27 +166,27 @@ class Breakdown:
         self.by_frequency = None if self.bands is None else Sums(int(self.bands.max()) + 1)
         self.ngram_nats = np.zeros(0 if baseline is None else len(baseline.levels))  # of order 1, 2, ...
 
-    def add(self, some: Scored):
+    def add(self, scored: Scored):
         values = {
-            "tokens": np.ones(len(some.tokens)),
-            "nats": some.nats,
-            "squares": some.nats**2,
-            "confidence": some.confidence,
-            "correct": some.correct,
-            "bytes": self.bytes_per_token[some.tokens],
+            "tokens": np.ones(len(scored.tokens)),
+            "nats": scored.nats,
+            "squares": scored.nats**2,
+            "confidence": scored.confidence,
+            "correct": scored.correct,
+            "bytes": self.bytes_per_token[scored.tokens],
         }
         if self.baseline is not None:
-            before = min(some.start, len(self.ngram_nats) - 1)
-            tokens = self.text.read(some.start - before, before + len(some.tokens)).astype(np.int64)
+            before = min(scored.start, len(self.ngram_nats) - 1)
+            tokens = self.text.read(scored.start - before, before + len(scored.tokens)).astype(np.int64)
             nats = -np.log(ngrams.probabilities(self.baseline, tokens)[:, before:])
             self.ngram_nats += nats.sum(1)
             values["ngram"] = nats[-1]
-        numbers = np.arange(some.start, some.start + len(some.tokens))
-        self.by_position.add(some.seen, **values)
+        numbers = np.arange(scored.start, scored.start + len(scored.tokens))
+        self.by_position.add(scored.seen, **values)
         self.by_document.add(np.searchsorted(self.documents, numbers, side="right") - 1, **values)
-        self.by_confidence.add(np.minimum((some.confidence * BINS).astype(np.int64), BINS - 1), **values)
+        self.by_confidence.add(np.minimum((scored.confidence * BINS).astype(np.int64), BINS - 1), **values)
         if self.by_frequency is not None:
-            self.by_frequency.add(self.bands[some.tokens], **values)
+            self.by_frequency.add(self.bands[scored.tokens], **values)
 
     def result(self, decode: Callable[[Sequence[int]], str]) -> dict:
         everything = slice(None)
@@ -215,7 +214,7 @@ class Breakdown:
 
 
 def band(counts: np.ndarray) -> np.ndarray:
-    """0 for what is not there, 1 for a count of 1 to 9, 2 for 10 to 99, and so on."""
+    """0 for a count of 0, 1 for 1 to 9, 2 for 10 to 99, and so on."""
     return np.array([len(str(n)) if n else 0 for n in counts.tolist()], np.int64)
 
 
@@ -226,9 +225,9 @@ def _confidence(sums: Sums, i: int | slice) -> dict:
 
 
 def by_document(sums: Sums, text, documents: np.ndarray, decode: Callable) -> dict:
-    """Of documents of at_least so many tokens: `count`, percentiles 0 .. 100 of their losses, and `documents`.
+    """`count` and the percentiles 0 .. 100 of the losses of documents with `at_least` tokens, and `documents`.
 
-    These are the hardest and the easiest, a row each, or all, hardest first.
+    The latter has a row for each of the hardest and the easiest, or for all, the hardest first.
     """
     tokens = sums.of["tokens"]
     at_least = ENOUGH if (tokens >= ENOUGH).any() else 1
@@ -246,7 +245,7 @@ def by_document(sums: Sums, text, documents: np.ndarray, decode: Callable) -> di
     return {"at_least": at_least, "count": len(order), "loss_percentiles": percentiles, "documents": rows}
 
 
-# --- what is copied -------------------------------------------------------------------------------------------------
+# --- copies of the training text ------------------------------------------------------------------------------------
 
 
 def copies(
@@ -263,18 +262,18 @@ def copies(
     writing: Callable = iter,
     searching: Callable = iter,
 ) -> dict:
-    """How much of what the model writes stands in its training text, beside how much of what an author wrote does.
+    """How much of the model's generated text is copied from its training text, compared with the validation text.
 
-    From evenly spread places of a held-out text the model continues prompt_tokens tokens by sample_tokens; `held_out`
-    is how the text itself goes on there. Fewer and shorter ones are taken of a short text. Of each the share of tokens
-    inside passages of 8, 16, 32 ... tokens that stand in the training text word for word, and the longest of these.
+    At evenly spaced positions of a validation text, the model continues prompt_tokens tokens by sample_tokens;
+    `validation` is the text's own continuation. A short text gets fewer and shorter samples. Reports the fraction of
+    tokens in passages of 8, 16, 32 ... tokens that occur word for word in the training text, and the longest of these.
     """
     prompt_tokens = max(1, min(prompt_tokens, len(text) // 2))
     sample_tokens = max(1, min(sample_tokens, len(text) // 2))
     samples = max(1, min(samples, len(text) // (prompt_tokens + sample_tokens)))
     starts = np.linspace(0, len(text) - prompt_tokens - sample_tokens, samples).astype(np.int64)
     rows = np.stack([text.read(start, prompt_tokens + sample_tokens).astype(np.int64) for start in starts.tolist()])
-    prompts, held_out = rows[:, :prompt_tokens], rows[:, prompt_tokens:]
+    prompts, validation = rows[:, :prompt_tokens], rows[:, prompt_tokens:]
     columns = generate(
         model,
         torch.from_numpy(prompts),
@@ -283,15 +282,15 @@ def copies(
         overflow="slide",
         temperature=temperature,
     )
-    written = torch.stack([next(columns) for _ in writing(range(sample_tokens))], dim=1).cpu().numpy()
+    generated = torch.stack([next(columns) for _ in writing(range(sample_tokens))], dim=1).cpu().numpy()
     return {
         "samples": samples,
         "sample_tokens": sample_tokens,
         "prompt_tokens": prompt_tokens,
         "temperature": temperature,
         "seed": seed,
-        "generated": _copies(written, training, decode, searching),
-        "held_out": _copies(held_out, training, decode, searching),
+        "generated": _copies(generated, training, decode, searching),
+        "validation": _copies(validation, training, decode, searching),
     }
 
 

@@ -1,4 +1,4 @@
-"""The figures of a report as one picture, for matplotlib."""
+"""The report as a picture, with matplotlib."""
 
 import math
 from pathlib import Path
@@ -10,7 +10,7 @@ from insight.report.bands import copied_shares, counted_documents, highest_ngram
 
 
 def plot(report: dict, path: str | Path, dpi: int = 120):
-    """The same as a picture; needs matplotlib."""
+    """Draws the report and saves it; needs matplotlib."""
     figure, axes = pyplot().subplots(2, 3, figsize=(14, 8), layout="constrained")
     panels = {
         "by_position": _plot_position,
@@ -94,7 +94,7 @@ def _plot_calibration(report: dict, axis):
 def _plot_scale(report: dict, axis):
     bars = {"model": report["loss"]}
     bars |= {f"{n}-gram": report["ngram_losses"][n - 1] for n in range(len(report["ngram_losses"]), 0, -1)}
-    bars |= {"every token alike": report["uniform_loss"]}
+    bars |= {"uniform guess": report["uniform_loss"]}
     shown = axis.barh(list(bars), list(bars.values()), color=["C0", *["C1"] * (len(bars) - 1)])
     axis.bar_label(shown, fmt="%.2f", padding=3)
     axis.set(title="for scale", xlabel="nats per token", xlim=(0, 1.15 * max(bars.values())))
@@ -104,9 +104,9 @@ def _plot_copying(report: dict, axis):
     found = report["copying"]
     shares = copied_shares(found)
     x = np.arange(len(shares))
-    for i, name in enumerate(("generated", "held_out")):
+    for i, name in enumerate(("generated", "validation")):
         longest = found[name]["longest"]
-        label = f"{name.replace('_', ' ')}, longest {longest['tokens'] if longest else 'shorter'}"
+        label = f"{name}, longest {longest['tokens'] if longest else 'shorter'}"
         percent = [100 * row[1 + i] for row in shares]
         shown = axis.bar(x + 0.4 * i - 0.2, percent, 0.4, label=label)
         axis.bar_label(shown, fmt="%.2g")

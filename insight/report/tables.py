@@ -1,4 +1,4 @@
-"""The figures of a report as tables."""
+"""The report as tables."""
 
 import math
 
@@ -9,19 +9,19 @@ from insight.report.bands import copied_shares, counted_documents, highest_ngram
 
 
 def show(report: dict, console: Console):
-    """Tables of what `losses` gives, with names of texts and, under `copying`, what `copies` gives."""
+    """Prints the result of `losses` and, under `copying`, of `copies`, as tables."""
     _show_scale(report, console)
     console.print("\nloss in nats per token, error: its standard error if tokens were independent")
     ngram = [highest_ngram(report)] if report["ngram_losses"] else []  # the column, if there is one
 
-    console.print("\nby position: how many tokens the window shows before the one to predict")
+    console.print("\nby position: the number of tokens in the window before the predicted one")
     table = _table("seen", "tokens", "loss", "error", *ngram)
     for low, high, row in position_bands(report["by_position"]):
         table.add_row(_range(low, high), *_cells(row, len(ngram)))
     console.print(table)
 
     if "by_frequency" in report:
-        console.print("\nby frequency: how often a token stands in the training text")
+        console.print("\nby frequency: how often a token occurs in the training text")
         table = _table("times", "types", "of the loss", "tokens", "loss", "error", *ngram)
         for row in report["by_frequency"]:
             if row["types"]:
@@ -56,7 +56,7 @@ def _show_scale(report: dict, console: Console):
     bits = report["bits_per_byte"] / report["loss"] if report["bits_per_byte"] is not None else None  # of a nat
     ngram_losses = {f"{i + 1}-gram": loss for i, loss in enumerate(report["ngram_losses"])}
     table = _table("", "loss", "perplexity", "bits per byte")
-    for name, loss in {"every token alike": report["uniform_loss"], **ngram_losses, "model": report["loss"]}.items():
+    for name, loss in {"uniform guess": report["uniform_loss"], **ngram_losses, "model": report["loss"]}.items():
         perplexity = f"{math.exp(min(loss, 700)):,.1f}"
         table.add_row(name, _number(loss), perplexity, _number(None if bits is None else loss * bits, 3))
     console.print("\nfor scale" + _of_ngrams(report))
@@ -65,7 +65,7 @@ def _show_scale(report: dict, console: Console):
         best = min(ngram_losses, key=ngram_losses.__getitem__)
         gap = ngram_losses[best] - report["loss"]
         side = "below" if gap >= 0 else "above"
-        console.print(f"the model is {abs(gap):.4f} nats a token {side} the best of them, the {best}")
+        console.print(f"the model is {abs(gap):.4f} nats/token {side} the best of them, the {best}")
 
 
 def _of_ngrams(report: dict) -> str:
@@ -77,17 +77,17 @@ def _of_ngrams(report: dict) -> str:
 
 def _show_copying(found: dict, console: Console):
     console.print(
-        f"\ncopying: share of tokens in passages that stand in the training text, of {found['samples']} continuations "
+        f"\ncopying: fraction of tokens in passages of the training text, in {found['samples']} continuations "
         f"of {found['sample_tokens']} tokens, temperature {found['temperature']}"
     )
-    table = _table("passages of", "generated", "held out")
+    table = _table("passages of", "generated", "validation")
     for n, *shares in copied_shares(found):
         table.add_row(f"{n} tokens or more", *(f"{share:.2%}" for share in shares))
     console.print(table)
-    for name in ("generated", "held_out"):
+    for name in ("generated", "validation"):
         longest = found[name]["longest"]
-        what = f"{longest['tokens']} tokens: {shortened(repr(longest['text']), 300)}" if longest else "none so long"
-        console.print(f"longest, {name.replace('_', ' ')}: {what}")
+        what = f"{longest['tokens']} tokens: {shortened(repr(longest['text']), 300)}" if longest else "none that long"
+        console.print(f"longest, {name}: {what}")
 
 
 def _table(first: str, *others: str) -> Table:

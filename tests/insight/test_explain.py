@@ -190,7 +190,7 @@ def test_nothing_is_no_text(run, monkeypatch):
         (["page=nowhere/a.html"], TEXT, "nowhere/a.html cannot be written: give page=FILE"),
         (["method=patching", "corrupted=_gabda"], TEXT, "corrupted must change the score"),
         (["method=lens", "corrupted=_gabda"], TEXT, "corrupted has no effect with method=lens"),
-        (["method=lens", "page=a.html"], TEXT, "page has no effect with method=lens, only for attention"),
+        (["method=lens", "page=a.html"], TEXT, "page has no effect with method=lens, only with attention"),
         (["corrupted=_gabda", "replacement=a"], TEXT, "give corrupted or replacement"),
         (["answer=ab"], TEXT, r"answer must be one token, got 2 in 'ab': a \| b"),
         (["answer=''"], TEXT, "answer must be one token, got 0"),

@@ -413,7 +413,7 @@ def test_the_shapes_of_a_checkpoint(small, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("action", "given", "message"),
     [
-        ("mask", {"checkpoint": "runs/NAME"}, "checkpoint has a use for the lesson shapes only, got mask"),
+        ("mask", {"checkpoint": "runs/NAME"}, "checkpoint has an effect in the lesson shapes only, got mask"),
         ("all", {"plot": "x.png"}, "plot must be a folder for several lessons, got x.png"),
         ("mask", {"plot": "nowhere/x.png"}, "nowhere/x.png cannot be written: give plot=FILE"),
         ("mask", {"plot": "x.pdf"}, "plot must be a folder or end in .png, got x.pdf"),

@@ -212,7 +212,7 @@ def test_bands_of_positions_are_means_over_tokens():
 def test_a_model_of_no_numbers_is_refused(small):
     model = small()
     model.head.weight.data[3, 3] = math.nan
-    with pytest.raises(ValueError, match="not numbers"):
+    with pytest.raises(ValueError, match="probabilities are NaN"):
         measure(model, text_of(30))
 
 
@@ -223,14 +223,14 @@ def copies_of(model, text, training, **more) -> dict:
 
 def test_what_stands_in_the_training_text_is_found_and_what_does_not_is_not(small):
     text = text_of(300)
-    found = copies_of(small(), text, text)["held_out"]
+    found = copies_of(small(), text, text)["validation"]
     assert found["shares"] == {"8": 1, "16": 1, "32": 1}
     assert found["longest"]["tokens"] == 40
     at = found["longest"]["training_token"]
     assert found["longest"]["text"] == read(text.read(at, 40).tolist())
     elsewhere = Tokens([np.full(500, VOCAB - 1, np.uint16)])
     found = copies_of(small(), text, elsewhere)
-    for name in ("generated", "held_out"):
+    for name in ("generated", "validation"):
         assert found[name] == {"shares": {"8": 0, "16": 0, "32": 0}, "longest": None}
 
 
@@ -241,12 +241,12 @@ def test_what_is_searched_for_copies_is_what_the_model_writes_after_spread_promp
     first = copies_of(model, text, text, seed=5, temperature=0.8)
     torch.manual_seed(1)
     assert copies_of(model, text, text, seed=5, temperature=0.8) == first
-    written, held_out = searched[:2]
+    written, validation = searched[:2]
     starts = [0, 127, 254]
     prompts = [text.read(start, 6).tolist() for start in starts]
     columns = generate(model, prompts, 40, seeds=[5, 6, 7], overflow="slide", temperature=0.8)
     np.testing.assert_array_equal(written, torch.stack(list(columns), dim=1).numpy())
-    np.testing.assert_array_equal(held_out, np.stack([text.read(start + 6, 40) for start in starts]))
+    np.testing.assert_array_equal(validation, np.stack([text.read(start + 6, 40) for start in starts]))
 
 
 @pytest.mark.parametrize("n", [2, 3, 11, 60])
@@ -282,10 +282,10 @@ def test_the_tables_say_what_was_measured(small):
     assert ["3-gram", f"{whole['ngram_losses'][2]:.4f}"] in [line[:2] for line in lines]
     assert ["model", f"{whole['loss']:.4f}"] in [line[:2] for line in lines]
     gap = whole["loss"] - min(whole["ngram_losses"])
-    assert f"the model is {gap:.4f} nats a token above the best of them" in shown["whole"]  # random weights
+    assert f"the model is {gap:.4f} nats/token above the best of them" in shown["whole"]  # random weights
     row = whole["by_position"][0]
     assert ["1", str(row["tokens"]), f"{row['loss']:.4f}", f"{row['error']:.3f}", f"{row['ngram_loss']:.4f}"] in lines
-    assert "longest, held out: 40 tokens" in shown["whole"]
+    assert "longest, validation: 40 tokens" in shown["whole"]
     assert "100.00%" in shown["whole"]
     assert "n-grams of the 3,000 tokens of training text" in shown["whole"]
     assert "n-grams of the first 2,000 of 3,000 tokens of training text" in shown["many"]
@@ -293,7 +293,7 @@ def test_the_tables_say_what_was_measured(small):
     assert "100 documents, the five hardest and the five easiest" in shown["many"]
     assert ["32", "tokens", "or", "more", "0.00%", "0.00%"] in [line.split() for line in shown["many"].splitlines()]
     assert not any(word in shown["alone"] for word in ("gram", "frequency", "copying"))
-    assert "none so long" in shown["short"]
+    assert "none that long" in shown["short"]
 
 
 @pytest.mark.slow

@@ -107,8 +107,8 @@ def test_the_report_knows_every_kind_of_tokenizer(trained, settings, tokenizer):
     assert figures["loss"] > min(figures["ngram_losses"])  # the weights are random, the text is not
     assert figures["by_document"]["documents"][0]["begins"].startswith("the 0 cats")
     assert figures["copying"]["prompt_tokens"] == 16
-    assert figures["copying"]["held_out"]["shares"]["8"] > 0  # " that eat "
-    assert "eat" in figures["copying"]["held_out"]["longest"]["text"]
+    assert figures["copying"]["validation"]["shares"]["8"] > 0  # " that eat "
+    assert "eat" in figures["copying"]["validation"]["longest"]["text"]
 
 
 def test_n_grams_take_no_more_than_they_are_told(trained, settings):
