@@ -1,4 +1,4 @@
-"""Measures a trained model on held-out text.  python -m scripts.evaluate checkpoint=runs/NAME"""
+"""Measures a trained model on validation text.  python -m scripts.evaluate checkpoint=runs/NAME"""
 
 import json
 import math

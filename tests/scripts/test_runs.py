@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture
 def make(tmp_path):
-    """Writes a run folder: a row of losses a step, held-out ones from `validation`."""
+    """Writes a run folder: a row of losses a step, validation losses from `validation`."""
 
     def write(name: str, seed: int, losses: list[float], validation: dict[int, float], steps: int = 3):
         folder = tmp_path / "runs" / name
