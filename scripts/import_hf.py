@@ -88,7 +88,7 @@ def import_llama(source: Path, target: Path) -> Path:
     mismatch = f"{source} does not hold what its config.json says"
     checkpoint.check_arguments({"vocab_size": vocab_size, **arguments}, sizes, source, mismatch)
     theirs = [load_file(file) for file in files]
-    weights = gpt_weights({name: tensor for some in theirs for name, tensor in some.items()}, arguments["tied"])
+    weights = gpt_weights({name: tensor for file in theirs for name, tensor in file.items()}, arguments["tied"])
     for name in {"embedding.weight", "head.weight"} & set(weights):  # rows without a token are padding
         weights[name] = weights[name][: tokenizer.vocab_size]
     model = GPT(tokenizer.vocab_size, ModelConfig(**arguments))

@@ -217,7 +217,7 @@ def largest_that_fits(model: nn.Module, batch: dict[str, Tensor], autocast: torc
             with torch.random.fork_rng([batch["tokens"].device] if batch["tokens"].is_cuda else []):
                 room = torch.empty(n_bytes, dtype=torch.int8, device=batch["tokens"].device)
                 with autocast:
-                    loss, _ = model(**{name: some[:n] for name, some in batch.items()})
+                    loss, _ = model(**{name: rows[:n] for name, rows in batch.items()})
                 loss.backward()
                 del room
             fits = n

@@ -127,7 +127,7 @@ class Sample(TypedDict):
 
 
 class GuardState(TypedDict, total=False):
-    """training.gate.Guard; older ones lack some."""
+    """training.gate.Guard; older checkpoints lack some of these."""
 
     losses: list[FiniteFloat]
     skip: list[Whole]
@@ -455,9 +455,9 @@ def check_sizes(found: dict[str, tuple[int, ...]], model: GPT, mismatch: str):
         del expected["head.weight"]
     for name in [*expected, *found]:
         if found.get(name) != expected.get(name):
-            there, wanted = (some.get(name, "missing") for some in (found, expected))
-            wanted = f"the model's is {wanted}" if name in expected else "the model has none"
-            raise ValueError(f"{mismatch}: {name} is {there}, {wanted}")
+            there, needed = (shapes.get(name, "missing") for shapes in (found, expected))
+            needed = f"the model's is {needed}" if name in expected else "the model has none"
+            raise ValueError(f"{mismatch}: {name} is {there}, {needed}")
 
 
 def load_weights(folder: Path, model: GPT):

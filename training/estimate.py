@@ -408,7 +408,7 @@ def _memory_rows(moments: dict[str, dict[str, int]], room: float, has: str) -> l
     moment, need = at_peak(moments)
     sizes = moments[moment]
     rows = [_row(name, f"{sizes[name] / GIB:,.3f}", what) for name, what in WHAT.items() if sizes.get(name)]
-    most = {name: max(some.get(name, 0) for some in moments.values()) for name in ("gradients", "logits")}
+    most = {name: max(at.get(name, 0) for at in moments.values()) for name in ("gradients", "logits")}
     elsewhere = [f"{name} {n / GIB:,.3f}" for name, n in most.items() if n > sizes.get(name, 0)]
     rows.append(_row("all", f"{need / GIB:,.3f}", "at another moment: " + ", ".join(elsewhere) if elsewhere else ""))
     if need <= room:

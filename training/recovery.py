@@ -36,7 +36,7 @@ def recover(
     """
     guard, step = state.guard, outcome.number
     if outcome.verdict == NOT_FINITE:
-        batch = {name: some.to(engine.device) for name, some in batches.batch(step).items()}
+        batch = {name: rows.to(engine.device) for name, rows in batches.batch(step).items()}
         what = explain(outcome, batch, row_length, engine, state, tokenizer, recorder)
         if cfg.on_nonfinite == "stop" or guard.in_a_row >= cfg.max_skips:
             hint = f"resume=auto with on_nonfinite=skip, or a lower optimizer.lr than {cfg.optimizer.lr}"
@@ -86,7 +86,7 @@ def explain(
     path = recorder.folder / f"nonfinite_{outcome.number:08}.json"
     if distributed.rank() == 0:
         try:
-            every = [text for some in texts for text in some]
+            every = [text for of_rank in texts for text in of_rank]
             nonfinite.report(path, outcome.number, outcome.loss, outcome.grad_norm, origin, every)
         except OSError as error:
             recorder.say(f"{path} cannot be written: {error.strerror}")
