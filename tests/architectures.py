@@ -1,4 +1,4 @@
-"""Arguments of the models that what holds for all is tried on: each choice that there is, once."""
+"""Arguments of models for tests of what holds for every model: each choice occurs once."""
 
 ARCHITECTURES = [
     {},

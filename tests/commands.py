@@ -1,7 +1,7 @@
-"""`python ARGUMENTS` for tests: each in a process of its own, forked from one that has imported all that takes long.
+"""`python ARGUMENTS` for tests: each in its own process, forked from one that has already imported the slow modules.
 
-So the seconds of the imports are paid once a worker. What is read while importing is that of the first test's
-environment. Signals, ranks, and how modules are found are tested in processes that begin from nothing.
+So the imports take their seconds only once per worker. Environment variables that are read during imports have the
+values of the first test. Signals, ranks and the search for modules are tested in new Python processes.
 """
 
 import atexit
@@ -29,15 +29,15 @@ def command(
 ) -> CompletedProcess:
     """As subprocess.run([sys.executable, *arguments], capture_output=True, text=True) for FILE ... and -m MODULE ...
 
-    With `ranks` as torchrun starts so many; the exit code is that of rank 0, or else of one that failed.
+    With `ranks` above 1, starts that many ranks as torchrun does; the exit code is rank 0's, or 1 if another failed.
     """
     with TemporaryDirectory() as folder:
         outputs = Path(folder, "stdout"), Path(folder, "stderr")
         for path in outputs:
             path.touch()
-        what = arguments, os.path.abspath(cwd), os.environ | environment, outputs, ranks
-        process = FORKS.Process(target=_be, args=what)
-        with mock.patch.dict(os.environ, PYTHONPATH=str(REPOSITORY)):  # for the first, which makes the server
+        values = arguments, os.path.abspath(cwd), os.environ | environment, outputs, ranks
+        process = FORKS.Process(target=_run, args=values)
+        with mock.patch.dict(os.environ, PYTHONPATH=str(REPOSITORY)):  # for the first call, which starts the server
             process.start()
         process.join(timeout)
         if process.exitcode is None:
@@ -47,8 +47,8 @@ def command(
         return CompletedProcess(arguments, process.exitcode, *(path.read_text() for path in outputs))
 
 
-def _be(arguments: tuple[str, ...], folder: str, environment: dict[str, str], outputs: tuple[Path, Path], ranks: int):
-    """Becomes that command."""
+def _run(arguments: tuple[str, ...], folder: str, environment: dict[str, str], outputs: tuple[Path, Path], ranks: int):
+    """Runs the command in this process."""
     for number, path in enumerate(outputs, 1):
         os.dup2(os.open(path, os.O_WRONLY), number)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -74,7 +74,7 @@ def _be(arguments: tuple[str, ...], folder: str, environment: dict[str, str], ou
 
 
 def _fork_ranks(ranks: int) -> list[int]:
-    """One process becomes rank 0 and all others -> those that are to be waited for: on rank 0 all others."""
+    """Forks this process into ranks. Returns the process ids to wait for: those of all other ranks on rank 0."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     rank, others = 0, []

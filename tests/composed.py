@@ -1,7 +1,7 @@
 """Settings as the command line would compose them, for tests, in a tenth of the time.
 
-Hydra reads yaml files and builds its list of defaults anew for each command line. What a choice of groups gives is
-the same for all tests, so it is composed once; single values are then set in a copy, by Hydra's own function.
+Hydra reads YAML files and builds its list of defaults again for each command line. The config of a choice of groups
+is the same in all tests, so it is composed once; single values are then set in a copy, by Hydra's own function.
 """
 
 import copy
@@ -30,7 +30,7 @@ def settings(*overrides: str, config: str = "train", kind: type = Train):
 
 
 def is_value(override: str) -> bool:
-    """Of a setting that is there: not the choice of a group, nor Hydra's own, nor one with + or ~."""
+    """Whether it sets an existing setting of ours, rather than choosing from a group or using + or ~."""
     name = re.match(r"([A-Za-z_][\w.]*)=", override)
     return bool(name) and not name[1].startswith("hydra") and not (CONF / name[1]).is_dir()
 

@@ -1,4 +1,4 @@
-"""Shared by all tests: small models, settings as the command line would compose them, and no network."""
+"""Fixtures shared by all tests: small models, settings as the command line would compose them, and no network."""
 
 import json
 import multiprocessing
@@ -23,7 +23,7 @@ COMPILED = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or str(Path.home() / ".cach
 
 
 def pytest_addoption(parser):
-    parser.addoption("--hardware", choices=hardware.KINDS, help="the processor to play, see tests/hardware.py")
+    parser.addoption("--hardware", choices=hardware.KINDS, help="the processor to simulate, see tests/hardware.py")
 
 
 def pytest_configure(config):
@@ -34,7 +34,7 @@ def pytest_configure(config):
 
 @pytest.fixture(autouse=True)
 def alone(tmp_path, monkeypatch):
-    """Each test in a folder of its own, without keys, with one thread and a fixed seed."""
+    """Runs each test in its own folder, without API keys, with one thread and a fixed seed."""
     monkeypatch.chdir(tmp_path)
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell leaves it for what it starts in the background
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -57,7 +57,7 @@ def alone(tmp_path, monkeypatch):
 
 @pytest.fixture(autouse=True)
 def processes(request, monkeypatch):
-    """Only tests that are marked slow start another Python; git and compilers are quick."""
+    """Lets only tests marked slow start another Python process; git and compilers are quick."""
     if request.node.get_closest_marker("slow"):
         return
     popen = subprocess.Popen.__init__
@@ -76,12 +76,12 @@ def processes(request, monkeypatch):
 
 @pytest.fixture
 def small():
-    """Makes a model that is small enough for float64 and large enough for its parts to differ."""
+    """Builds a model that is small enough for float64 and large enough for its parts to differ."""
 
     def make(vocab_size=17, **arguments) -> GPT:
         shape = {"d_model": 16, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "d_ff": 24, "max_seq_len": 32}
         model = GPT(vocab_size, ModelConfig(**{**shape, **arguments})).double()
-        for parameter in model.parameters():  # far from the calm of initialisation
+        for parameter in model.parameters():  # larger weights than at initialisation
             torch.nn.init.normal_(parameter, std=0.3)
         return model.eval()
 
@@ -90,13 +90,13 @@ def small():
 
 @pytest.fixture
 def settings():
-    """Gives the parsed config of a command line."""
+    """Returns the parsed config of a command line."""
     return composed.settings
 
 
 @pytest.fixture(scope="session")
 def reference() -> Path:
-    """The folder of models, tokenizers and texts of others; a test that needs it is skipped where there is none."""
+    """The folder of published models, tokenizers and texts; tests that need it are skipped if it is missing."""
     if "REFERENCE_DATA" not in os.environ:
         pytest.skip("REFERENCE_DATA is not set")
     return Path(os.environ["REFERENCE_DATA"])
@@ -104,7 +104,7 @@ def reference() -> Path:
 
 @pytest.fixture(scope="session")
 def llama_tokenizer() -> str:
-    """A tokenizer.json as Llama's: a few pieces with their spaces, single bytes for all else."""
+    """A tokenizer.json like Llama's: a few pieces with their spaces, single bytes for everything else."""
     from tokenizers import Tokenizer, decoders, models, normalizers
 
     words = ["\N{LOWER ONE EIGHTH BLOCK}", "a", "t", "h", "e", "th", "the", "\N{LOWER ONE EIGHTH BLOCK}the"]
@@ -123,7 +123,7 @@ def llama_tokenizer() -> str:
 
 @pytest.fixture
 def run(settings, tmp_path):
-    """Trains with SMALL and the given overrides; returns the run's folder, and keeps the exit code."""
+    """Trains with SMALL and the given overrides; returns the run's folder, and keeps the exit code in run.code."""
     (tmp_path / "words.txt").write_text("".join(f"{i} times {i} is {i * i}.\n" for i in range(50)))
 
     def make(name: str, *overrides: str) -> Path:

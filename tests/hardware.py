@@ -1,8 +1,8 @@
-"""The processor that tests run on, or that they play: `pytest --hardware=bf16` (or fp32) claims (or denies) bf16 units.
+"""The processor that tests simulate: `pytest --hardware=bf16` (or fp32) simulates a CPU with (or without) bf16 units.
 
-Only what torch says of the CPU is played, hence what `auto` chooses: any CPU computes in bf16, if slowly. It
-travels to processes that tests start in an environment variable. The compiler can be taken away by CXX=false, vector
-units by ATEN_CPU_CAPABILITY=avx2 or default.
+Only the capabilities that torch reports are replaced, hence what `auto` chooses: any CPU computes in bf16, if slowly.
+Processes that tests start read the choice from an environment variable. CXX=false hides the compiler, and
+ATEN_CPU_CAPABILITY=avx2 or default hides vector units.
 """
 
 import os
@@ -15,7 +15,7 @@ import torch
 from kernels.build import has_compiler
 
 PLAYED = "INKLING_TESTS_HARDWARE"
-KINDS = ("bf16", "fp32", "other", "native")  # other: than the native one
+KINDS = ("bf16", "fp32", "other", "native")  # other: the opposite of the native one
 
 needs_compiler = pytest.mark.skipif(not has_compiler(), reason="needs a C++ compiler")
 can_compile = has_compiler() and Path(sysconfig.get_path("include"), "Python.h").exists()
@@ -23,7 +23,7 @@ needs_torch_compile = pytest.mark.skipif(not can_compile, reason="torch.compile 
 
 
 def play():
-    """In this process; once is enough."""
+    """Simulates the processor in this process; one call is enough."""
     kind = os.environ.get(PLAYED, "native")
     if kind == "native":
         return

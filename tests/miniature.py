@@ -1,4 +1,4 @@
-"""Runs in miniature, for tests: see the fixture `run`."""
+"""Miniature training runs for tests: see the fixture `run`."""
 
 import json
 from dataclasses import fields

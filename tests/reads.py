@@ -25,7 +25,7 @@ class Reads(TorchDispatchMode):
 
 
 def noting(train_step: Callable, found: list[list[str]]) -> Callable:
-    """Wraps `train_step`: appends to `found` the names of what each step reads."""
+    """Wraps `train_step` to append to `found` the names of the operations for which each step waits."""
 
     def watched(*arguments):
         with Reads() as reads:

@@ -1,4 +1,4 @@
-"""Fine-tuning: a trained model, our own or an imported one, learns to answer. Complete runs in miniature."""
+"""Fine-tuning: a trained model, our own or an imported one, learns to answer. Complete miniature runs."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Who may import whom."""
+"""Which packages may import which."""
 
 import ast
 
@@ -10,16 +10,16 @@ ALLOWED = {
     "kernels": {"kernels"},
     "model": {"model"},
     "data": {"data"},
-    "conf": {"conf", "model", "data", "training"},  # whose settings it composes
+    "conf": {"conf", "model", "data", "training"},  # their settings are composed in conf
     "training": {"training", "model", "kernels", "data", "conf.console"},
     "insight": {"insight", "model", "data.files"},
     "scripts": {"scripts", "model", "kernels", "data", "conf", "training", "insight"},
 }
-LAZY = {"wandb", "datasets", "rustbpe", "transformers", "tiktoken", "captum"}  # imported where used, or not at all
+LAZY = {"wandb", "datasets", "rustbpe", "transformers", "tiktoken", "captum"}  # imported only in functions, or never
 
 
 def imports(path) -> set[tuple[str, bool]]:
-    """(module, whether at the top of the file) of every import; none of those that only a type checker sees."""
+    """Returns (module, whether at the top of the file) for every import, except those for type checkers only."""
     tree = ast.parse(path.read_text())
     blocks = [node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
     unseen, found = {node for block in blocks for node in ast.walk(block)}, set()

@@ -1,4 +1,4 @@
-"""What a host of the repository reads: workflows, templates, hooks, citation."""
+"""Files that GitHub reads: workflows, templates, hooks, citation."""
 
 import re
 import tomllib

@@ -1,4 +1,4 @@
-"""Every command and link of the README and the documentation works: commands run here in miniature."""
+"""Every command and link in the README and the documentation works: commands run here on tiny models."""
 
 import json
 import re
@@ -24,13 +24,13 @@ LESSONS = "docs/attention.md"  # tests/insight/test_lessons.py runs what it show
 
 
 def lines_of(*pages: str) -> list[str]:
-    """The lines of all shell blocks of these pages, each line once."""
+    """Returns the lines of all shell blocks of these pages, each line once."""
     blocks = [block for page in pages for block in re.findall(r"```sh\n(.*?)```", PAGES[page], re.DOTALL)]
     return list(dict.fromkeys(line for block in blocks for line in block.splitlines() if line.strip()))
 
 
 def commands_of(lines: list[str]) -> list[str]:
-    """Without their comments, each command once."""
+    """Returns the commands without comments, each once."""
     return list(dict.fromkeys(line.split(" #")[0].strip() for line in lines))
 
 
@@ -49,12 +49,12 @@ TRAIN += [
     "sample.tokens=5",
 ]
 TRAIN += ["tracking.mode=disabled"]
-TEXT = ["data=files", "data.paths=[books/*.txt]", "tokenizer.vocab_size=300"]  # for the plays, which pip would fetch
+TEXT = ["data=files", "data.paths=[books/*.txt]", "tokenizer.vocab_size=300"]  # as the plays need a download
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory, llama_tokenizer):
-    """A folder with books, a Llama in the Hugging Face layout, and a finished run, called NAME."""
+    """A folder with books, a Llama in the Hugging Face layout, and a finished run called NAME."""
     folder = tmp_path_factory.mktemp("readme")
     (folder / "books").mkdir()
     for name in ("emma", "persuasion"):
@@ -101,9 +101,9 @@ def run(folder, arguments, ranks: int = 1) -> str:
 
 
 def miniature(line: str) -> list[str]:
-    """The arguments of a command, with ours after its own where it trains or prepares.
+    """Returns the arguments of a command, followed by settings of a tiny run if it trains or prepares.
 
-    Of torchrun they are those of train.py, for two ranks; tests/training/test_distributed.py starts torchrun itself.
+    For torchrun, returns those of train.py; tests/training/test_distributed.py starts torchrun itself.
     """
     program, *words = shlex.split(line)
     if program == "torchrun":
@@ -181,9 +181,9 @@ def test_the_other_commands_are_in_the_makefile():
 
 
 def test_settings_in_the_text_compose(settings):
-    """Of `python train.py ...` in a sentence, and of settings alone in a table of experiments."""
+    """Both `python train.py ...` in a sentence and settings alone in a table of experiments."""
     spans = [span.removeprefix("python train.py") for span in INLINE if re.match("python train.py [^-]", span)]
-    spans.remove(" model.feed_forward=silu")  # of the change below
+    spans.remove(" model.feed_forward=silu")  # the README's example of a change, tested below
     log = PAGES["docs/log.md"]
     spans += [span for span in INLINE if f"| `{span}`" in log and re.fullmatch(r"([\w.]+=\S+ ?)+", span)]
     assert len(spans) > 30
@@ -207,7 +207,7 @@ def test_the_example_in_python_works(folder):
 
 
 def test_the_change_of_the_model_in_the_readme_works():
-    """Its lines are those of the files, and what comes out is another activation that the settings know."""
+    """Its removed lines are in the files, and the change adds an activation that the settings accept."""
     (diff,) = re.findall(r"```diff\n(.*?)```", README, re.DOTALL)
     changed = {}
     for name, hunk in re.findall(r"^--- (\S+)\n(.*?)(?=^--- |\Z)", diff, re.DOTALL | re.MULTILINE):
@@ -236,7 +236,7 @@ def test_every_page_is_in_the_contents_of_the_readme():
 
 
 def anchors(text: str) -> set[str]:
-    """Of the headings of a page, as GitHub makes them."""
+    """Returns the anchors of a page's headings, as GitHub makes them."""
     headings = re.findall(r"^#+ (.+)$", re.sub(r"```.*?```", "", text, flags=re.DOTALL), re.MULTILINE)
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
@@ -254,8 +254,8 @@ def test_every_link_has_a_target(page):
 
 def test_every_file_named_on_a_page_exists():
     kept = [path for path in REPOSITORY.iterdir() if path.name[0] != "." and path.name not in ("runs", "corpora")]
-    there = [path for top in kept for path in (top.rglob("*") if top.is_dir() else [top])]
+    existing = [path for top in kept for path in (top.rglob("*") if top.is_dir() else [top])]
     names = {span for span in INLINE if re.fullmatch(r"[\w/]+\.(py|cpp|yaml|png|md)", span)}
     assert len(names) > 30
-    for name in names - {"config.yaml"}:  # a run's
-        assert any(f"/{path}".endswith(f"/{name}") for path in there), name
+    for name in names - {"config.yaml"}:  # in a run's folder
+        assert any(f"/{path}".endswith(f"/{name}") for path in existing), name

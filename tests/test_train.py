@@ -1,4 +1,4 @@
-"""Complete runs in miniature; tests/training has more of them."""
+"""Complete miniature runs; tests/training has more of them."""
 
 import math
 
@@ -17,8 +17,8 @@ def test_a_prompt_that_cannot_be_encoded_is_refused_before_training(run, tmp_pat
 @hardware
 def test_evaluation_sampling_and_logging_do_not_change_training(run):
     often = run("often", "every.evaluate=1", "every.sample=1", "every.checkpoint=1")
-    seldom = run("seldom", "every.evaluate=8", "every.sample=8", "every.log=8")
-    assert same(final(often)[0], final(seldom)[0])
+    rarely = run("rarely", "every.evaluate=8", "every.sample=8", "every.log=8")
+    assert same(final(often)[0], final(rarely)[0])
 
 
 def test_another_seed_gives_another_run(run):

@@ -1,4 +1,4 @@
-"""Settings of texts and tokenizers for tests; dataclasses.replace makes others of them."""
+"""Settings of data and tokenizers for tests, to be varied with dataclasses.replace."""
 
 from data.config import DataConfig, TokenizerConfig
 
