@@ -23,7 +23,7 @@ def attention(**arguments):
     return module
 
 
-def some(*shape):
+def random_input(*shape):
     return torch.randn(*(shape or (2, 9, 16)), dtype=torch.float64)
 
 
@@ -34,7 +34,8 @@ def test_a_worked_example():
     """B = 2, T = 4, d_model = 8, 2 heads, every projection the identity, so that queries, keys and values are x.
 
     In row 0, head 0 reads a e_t at token t with a^2 = 2 log 3, and sqrt(d_head) = 2: a token's score with itself is
-    log 3, with another 0, so it counts threefold. Head 1 reads zeros, as both do in row 1: all alike.
+    log 3, with any other 0, so it has three times their weight. Head 1 reads zeros, and in row 1 all tokens are equal:
+    equal weights.
     """
     module = CausalMultiHeadAttention(8, 2).double()
     for name in PROJECTIONS:
@@ -58,12 +59,12 @@ def test_a_worked_example():
 
 
 def test_all_heads_at_once_equal_the_heads_one_by_one():
-    module, x = attention(), some()
+    module, x = attention(), random_input()
     parts = torch.zeros_like(x)
     for head in range(4):
         rows = slice(4 * head, 4 * head + 4)
         single = attention(d_model=4, n_heads=1)
-        for name in ("wq", "wk", "wv"):  # a head reads the whole stream, through its own rows
+        for name in ("wq", "wk", "wv"):  # a head reads the complete stream, through its own rows
             getattr(single, name).weight = torch.nn.Parameter(getattr(module, name).weight[rows])
         single.wo.weight = torch.nn.Parameter(module.wo.weight[:, rows])
         parts += single(x)
@@ -71,20 +72,20 @@ def test_all_heads_at_once_equal_the_heads_one_by_one():
 
 
 def test_batched_attention_equals_a_loop_over_rows_and_heads():
-    module, x = attention(use_rope=False), some()
+    module, x = attention(use_rope=False), random_input()
     out = torch.zeros_like(x)
     for row in range(2):
         for head in range(4):
             q, k, v = (
                 getattr(module, name)(x[row]).unflatten(-1, (4, 4))[:, head] for name in ("wq", "wk", "wv")
-            )  # (h d): a head's columns lie together
+            )  # (h d): a head's columns are adjacent
             y, _ = scaled_dot_product_attention(q, k, v, causal_mask(9, 9))
             out[row] += y @ module.wo.weight[:, 4 * head : 4 * head + 4].T
     torch.testing.assert_close(module(x), out)
 
 
 def test_columns_are_split_into_heads_in_the_order_h_d_and_not_d_h():
-    x = some(2, 9, 12)
+    x = random_input(2, 9, 12)
     torch.testing.assert_close(
         rearrange(rearrange(x, "b s (h d) -> b h s d", h=3), "b h s d -> b s (h d)"), x, rtol=0, atol=0
     )
@@ -98,7 +99,7 @@ def test_columns_are_split_into_heads_in_the_order_h_d_and_not_d_h():
 
 
 def test_heads_are_independent_of_each_other():
-    module, x = attention(), some()
+    module, x = attention(), random_input()
     torch.nn.init.eye_(module.wo.weight)
     before = module(x).detach()
     for name in ("wq", "wk", "wv"):
@@ -108,7 +109,7 @@ def test_heads_are_independent_of_each_other():
 
 
 def test_grouped_query_attention_is_full_attention_with_repeated_heads():
-    grouped, full, x = attention(n_kv_heads=2), attention(), some()
+    grouped, full, x = attention(n_kv_heads=2), attention(), random_input()
     full.load_state_dict(
         {
             name: weight
@@ -121,7 +122,7 @@ def test_grouped_query_attention_is_full_attention_with_repeated_heads():
 
 
 def test_with_qk_norm_the_scale_of_queries_and_keys_is_irrelevant():
-    normed, plain, x = attention(qk_norm=True, norm_eps=1e-12), attention(), some()
+    normed, plain, x = attention(qk_norm=True, norm_eps=1e-12), attention(), random_input()
     for module, same in ((normed, True), (plain, False)):
         before = module(x).detach()
         module.wq.weight.data *= 7
@@ -132,7 +133,7 @@ def test_with_qk_norm_the_scale_of_queries_and_keys_is_irrelevant():
 def test_the_work_does_not_depend_on_the_number_of_heads():
     def flops(n_heads: int) -> int:
         module = CausalMultiHeadAttention(64, n_heads)
-        module.ops = MATH  # the counter does not know the CPU's fused kernel
+        module.ops = MATH  # FlopCounterMode does not count the CPU's fused kernel
         with FlopCounterMode(display=False) as counter:
             module(torch.randn(2, 32, 64))
         return counter.get_total_flops()
@@ -159,15 +160,15 @@ VARIANTS = {
 @pytest.mark.parametrize("n_kv_heads", [4, 2, 1])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_fused_and_math_agree_in_values_and_gradients(n_kv_heads, variant):
-    module, x, results = attention(n_kv_heads=n_kv_heads, qk_norm=True), some(), []
+    module, x, results = attention(n_kv_heads=n_kv_heads, qk_norm=True), random_input(), []
     for module.ops in (TORCH, MATH):
         module.zero_grad()
         y = module(x, **VARIANTS[variant])
         y.square().sum().backward()
         results.append([y, *(p.grad.clone() for p in module.parameters())])
-    for fused, written in zip(*results, strict=True):
-        assert torch.isfinite(written).all()
-        torch.testing.assert_close(fused, written)
+    for fused, expected in zip(*results, strict=True):
+        assert torch.isfinite(expected).all()
+        torch.testing.assert_close(fused, expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -183,31 +184,31 @@ def test_fused_and_math_agree_in_every_dtype(dtype, heads, variant):
         y, _ = attend(q, *kv, **given, soft_cap=None, dropout_p=0.0)
         results.append([y, *torch.autograd.grad(y, [q, *kv], upstream)])
     tolerance = {torch.bfloat16: 5e-2, torch.float16: 5e-3, torch.float32: 1e-5, torch.float64: 1e-12}[dtype]
-    for fused, written in zip(*results, strict=True):
-        assert fused.dtype == written.dtype == dtype
-        torch.testing.assert_close(fused, written, rtol=tolerance, atol=tolerance)
+    for fused, expected in zip(*results, strict=True):
+        assert fused.dtype == expected.dtype == dtype
+        torch.testing.assert_close(fused, expected, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
     ("mask", "message"),
     [
-        (torch.ones(9, 9).tril(), "boolean.*float32"),  # would be added to the scores, and hide nothing
+        (torch.ones(9, 9).tril(), "boolean.*float32"),  # torch would add it to the scores, which hides nothing
         (torch.ones(9, 8).bool(), r"\(9, 8\) and \(2, 4, 9, 9\)"),
         (torch.ones(3, 9, 9).bool(), r"\(3, 9, 9\) and \(2, 4, 9, 9\)"),
         (torch.ones(1, 1, 1, 9, 9).bool(), r"\(1, 1, 1, 9, 9\) and \(2, 4, 9, 9\)"),
     ],
 )
-def test_a_mask_that_is_none_is_refused(backend, mask, message):
+def test_a_mask_of_wrong_dtype_or_shape_is_refused(backend, mask, message):
     module = attention()
     module.ops = BACKENDS[backend]
     with pytest.raises(ValueError, match=message):
-        module(some(), mask=mask)
+        module(random_input(), mask=mask)
 
 
 def test_qk_norm_comes_before_rope():
-    """The gain, of another size for each dimension, does not commute with the rotation."""
-    module, x = attention(qk_norm=True), some()
+    """The norm's weight, which differs between dimensions, does not commute with the rotation."""
+    module, x = attention(qk_norm=True), random_input()
     q, k = (getattr(module, name)(x).unflatten(-1, (4, 4)).transpose(1, 2) for name in ("wq", "wk"))
     positions = torch.arange(9)
     q, k = module.rope(module.q_norm(q), positions), module.rope(module.k_norm(k), positions)
@@ -218,13 +219,13 @@ def test_qk_norm_comes_before_rope():
 
 
 def test_a_mask_without_head_axis_applies_to_all_heads():
-    module, x, mask = attention(), some(), attention_mask(9, 9, padding=PADDING)
+    module, x, mask = attention(), random_input(), attention_mask(9, 9, padding=PADDING)
     assert torch.equal(module(x, mask=mask[:, 0]), module(x, mask=mask))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_dropout_acts_only_in_training(backend):
-    module, x = attention(dropout=0.5), some()
+    module, x = attention(dropout=0.5), random_input()
     module.ops = BACKENDS[backend]
     assert torch.equal(module(x), module(x))
     assert torch.equal(module(x), attention_without_dropout(module)(x))
@@ -240,14 +241,14 @@ def attention_without_dropout(module):
 
 
 def test_a_soft_cap_bounds_the_weights():
-    module, x = attention(soft_cap=1.0), 100 * some()
+    module, x = attention(soft_cap=1.0), 100 * random_input()
     with collect_attention(module) as maps:
         module(x)
-    last = maps[0][:, :, -1]  # sees all
+    last = maps[0][:, :, -1]  # sees all keys
     assert (last.amax(-1) / last.amin(-1)).max() <= math.exp(2.0) * (1 + 1e-9)
     weights = maps[0].detach()
     v = rearrange(module.wv(x), "b s (h d) -> b h s d", h=4)
-    for module.ops in (TORCH, MATH):  # torch's kernel has none, and is not asked
+    for module.ops in (TORCH, MATH):  # torch's kernel has no soft cap, so it is not used
         torch.testing.assert_close(module.wo(rearrange(weights @ v, "b h s d -> b s (h d)")), module(x))
 
 
@@ -256,7 +257,7 @@ def test_a_soft_cap_bounds_the_weights():
 
 @pytest.mark.parametrize("arguments", [{}, {"n_kv_heads": 1, "qk_norm": True}])
 def test_the_collected_weights_are_those_of_the_fused_path(arguments):
-    module, x = attention(**arguments), some()
+    module, x = attention(**arguments), random_input()
     module.train()
     fused = module(x)
     with collect_attention(module) as maps:
@@ -315,8 +316,8 @@ def test_weights_are_collected_from_a_compiled_model_which_stays_compiled(small)
 
 
 def test_values_are_never_rotated():
-    """With queries of zero every key counts alike, and positions show nowhere."""
-    module, x = attention(), some()
+    """If the queries are zero, all keys have equal weight, and positions have no effect."""
+    module, x = attention(), random_input()
     torch.nn.init.zeros_(module.wq.weight)
     far = module(x, torch.arange(20, 29))
     assert torch.equal(far, module(x))
@@ -324,7 +325,7 @@ def test_values_are_never_rotated():
 
 
 def test_positions_may_be_shared_by_all_rows_or_given_for_each_row():
-    module, x = attention(), some()
+    module, x = attention(), random_input()
     own = torch.stack([torch.tensor([0, 3, 4, 5, 9, 11, 12, 13, 31]), torch.arange(9)])
     y = module(x, own)
     for row in range(2):
@@ -335,7 +336,7 @@ def test_positions_may_be_shared_by_all_rows_or_given_for_each_row():
 def test_unused_cache_slots_are_zero():
     cache, module = KVCache(1, capacity=20), attention()
     cache.reserve(2, 9, torch.device("cpu"))
-    module(some(), cache=cache.layer(0, cache.next_slots(9)))
+    module(random_input(), cache=cache.layer(0, cache.next_slots(9)))
     for slots in (cache.k[0], cache.v[0]):
         assert slots.shape == (2, 4, 20, 4)
         assert (slots[:, :, :9].abs().sum(-1) > 0).all()
@@ -380,4 +381,4 @@ def test_sizes_that_do_not_fit_are_refused_with_both_values(arguments, message):
 def test_a_position_out_of_range_is_refused_with_both_numbers(positions):
     low, high = positions.min().item(), positions.max().item()
     with pytest.raises(ValueError, match=rf"0 \.\. 31 .*got {low} \.\. {high}"):
-        attention()(some(), positions)
+        attention()(random_input(), positions)

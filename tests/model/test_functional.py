@@ -64,7 +64,7 @@ def test_no_exponent_is_above_0(monkeypatch):
     exponents, exp = [], torch.Tensor.exp
     monkeypatch.setattr(torch.Tensor, "exp", lambda x: exponents.append(x.max().item()) or exp(x))
     softmax(100 * torch.randn(4, 5))
-    assert exponents == [0.0]  # reached by the maximum, and never passed
+    assert exponents == [0.0]  # that of the maximum; no other is larger
 
 
 @pytest.mark.parametrize(("dtype", "fits", "overflows"), [(torch.float32, 88, 89), (torch.float16, 11, 12)])
@@ -95,7 +95,7 @@ def test_a_fully_masked_row_gives_zeros_in_value_and_gradient(dtype):
 
 
 def qkv(*shape, T_k=None, d_v=None, dtype=torch.float64):
-    """q of a shape (... q d), and k and v for it."""
+    """Returns q of shape (... q d), and k and v that fit it."""
     *lead, T_q, d = shape
     T_k = T_k or T_q
     shapes = (*lead, T_q, d), (*lead, T_k, d), (*lead, T_k, d_v or d)
@@ -116,7 +116,7 @@ def test_each_score_is_the_dot_product_divided_by_the_root_of_the_width():
 
 @pytest.mark.parametrize("d_k", [4, 16, 64, 256, 1024])
 def test_scores_have_variance_1_whatever_the_width(d_k):
-    """Recovered from the weights: the logarithms of two weights of a query differ as its two scores do."""
+    """Computed from the weights: the logarithms of two weights of a query differ by as much as its two scores."""
     q, k, v = (x.detach() for x in qkv(4_000, 1, d_k, T_k=2))
     dots = (q * k[:, :1]).sum(-1)
     assert dots.var() == pytest.approx(d_k, rel=0.1)
@@ -128,7 +128,7 @@ def test_scores_have_variance_1_whatever_the_width(d_k):
 def test_without_scaling_the_softmax_saturates_and_its_gradient_shrinks():
     q, k, v = qkv(500, 1, 1024, T_k=8)
     peak, gradient = [], []
-    for scale in (1.0, 1024**0.5):  # the second undoes the division
+    for scale in (1.0, 1024**0.5):  # the second undoes the scaling
         out, weights = scaled_dot_product_attention(q * scale, k, v)
         peak.append(weights.amax(-1).median().item())
         (g,) = torch.autograd.grad(out.sum(), k)
@@ -138,17 +138,17 @@ def test_without_scaling_the_softmax_saturates_and_its_gradient_shrinks():
 
 
 def causal_with(name: str, T_q: int = 5):
-    """A mask (q, 5) for every kind, of the last T_q of 5 tokens in 2 rows."""
+    """Returns a mask of the named kind for the last T_q of 5 tokens in 2 rows."""
     padding = torch.tensor([[0, 1, 1, 1, 1], [1, 1, 1, 1, 1]]).bool()  # the first query of the first row sees nothing
     documents = torch.tensor([[0, 0, 1, 1, 1], [0, 0, 0, 0, 1]])
-    every = {"window": 2, "padding": padding, "documents": documents}
+    all_kinds = {"window": 2, "padding": padding, "documents": documents}
     given = {
         "none": None,
         "causal": {},
         "window": {"window": 2},
         "padding": {"padding": padding},
         "documents": {"documents": documents},
-        "all": every,
+        "all": all_kinds,
     }[name]
     return None if given is None else attention_mask(T_q, 5, **given)
 
@@ -183,7 +183,7 @@ def test_our_attention_equals_torchs_kernel(kind, T_q, dtype):
 
 
 @pytest.mark.parametrize("kind", KINDS[1:])
-@pytest.mark.parametrize("path", ["written", "fused"])
+@pytest.mark.parametrize("path", ["math", "fused"])
 def test_masked_keys_change_no_bit_of_outputs_and_gradients(kind, path):
     mask = causal_with(kind).expand(2, 3, 5, 5)
     q, k, v = qkv(2, 3, 5, 8, dtype=torch.float32)
@@ -193,7 +193,7 @@ def test_masked_keys_change_no_bit_of_outputs_and_gradients(kind, path):
             return F.scaled_dot_product_attention(q, k, v, mask)
         return scaled_dot_product_attention(q, k, v, mask)[0]
 
-    for i in range(5):  # the query that is asked; the keys that it may not see become others
+    for i in range(5):  # the query; the keys that it must not see are replaced
         hidden = ~mask[:, :, i, :, None]
         upstream = torch.zeros(2, 3, 5, 8)
         upstream[:, :, i] = torch.randn(2, 3, 8)
@@ -209,7 +209,7 @@ def test_masked_keys_change_no_bit_of_outputs_and_gradients(kind, path):
 
 
 def test_the_output_lies_in_the_convex_hull_of_the_values():
-    """In no direction does it reach further than the furthest value that may be seen."""
+    """In no direction does it extend further than the furthest visible value."""
     q, k, v = qkv(2, 3, 5, 4)
     mask = causal_with("all")
     mask[0, :, 0, 0] = True
@@ -231,7 +231,7 @@ def test_any_leading_axes_and_the_shapes_of_cross_attention_are_accepted(lead):
 
 def test_dropout_applies_to_the_weights_after_softmax_and_only_in_training():
     q, k, _ = qkv(2, 3, 50, 8)
-    v = torch.eye(50, dtype=torch.float64).expand(2, 3, 50, 50)  # so that the output is the weights that were used
+    v = torch.eye(50, dtype=torch.float64).expand(2, 3, 50, 50)  # so that the output equals the weights after dropout
     out, weights = scaled_dot_product_attention(q, k, v, dropout_p=0.25)
     assert torch.equal(out, weights)
     used, weights = scaled_dot_product_attention(q, k, v, dropout_p=0.25, training=True)
@@ -295,7 +295,7 @@ def test_causal_and_window_masks_by_hand():
 def test_with_a_cache_the_newest_query_attends_to_every_key():
     assert causal_mask(1, 4).int().tolist() == [[1, 1, 1, 1]]
     assert causal_mask(2, 4).int().tolist() == [[1, 1, 1, 0], [1, 1, 1, 1]]
-    for n in range(1, 7):  # n new tokens on 6 - n: the last rows of the whole square
+    for n in range(1, 7):  # n new tokens after 6 - n: the last rows of the full mask
         assert torch.equal(causal_mask(n, 6), causal_mask(6, 6)[-n:])
         assert torch.equal(window_mask(n, 6, 3), window_mask(6, 6, 3)[-n:])
 
@@ -320,11 +320,11 @@ def test_attention_mask_equals_a_loop_over_pairs(data):
         for q in range(T_q):
             i = T_k - T_q + q
             for j in range(T_k):
-                may = j <= i
-                may &= window is None or i - j < window
-                may &= padding is None or bool(padding[b][j])
-                may &= documents is None or documents[b][i] == documents[b][j]
-                assert mask[b, :, q, j].tolist() == [may] * 3
+                visible = j <= i
+                visible &= window is None or i - j < window
+                visible &= padding is None or bool(padding[b][j])
+                visible &= documents is None or documents[b][i] == documents[b][j]
+                assert mask[b, :, q, j].tolist() == [visible] * 3
 
 
 def test_masks_combine_and_broadcast_with_the_head_axis_or_without():
@@ -333,12 +333,12 @@ def test_masks_combine_and_broadcast_with_the_head_axis_or_without():
     assert document_mask(documents, 3).shape == (1, 1, 3, 3)
     both = causal_mask(3, 3) & padding_mask(padding) & document_mask(documents, 3)
     assert both[0, 0].int().tolist() == [[1, 0, 0], [0, 1, 0], [0, 1, 0]]
-    heads = torch.tensor([True, False]).view(2, 1, 1)  # a mask of (h 1 1) shuts a head
+    heads = torch.tensor([True, False]).view(2, 1, 1)  # a mask of shape (h 1 1) hides every key from a head
     assert (both & heads).shape == (1, 2, 3, 3)
 
 
 def test_masked_keys_have_no_effect_however_large_the_scores():
-    """A finite "large negative" number in the place of -inf would lose against these scores."""
+    """A finite large negative number in place of -inf would be above these scores."""
     q, k, v = torch.tensor([[1e18]]), torch.tensor([[-1e18], [1e18]]), torch.tensor([[1.0], [2.0]])
     out, weights = scaled_dot_product_attention(q, k, v, torch.tensor([[True, False]]))
     assert weights.tolist() == [[1.0, 0.0]]
@@ -360,7 +360,7 @@ def test_layer_norm_equals_torchs():
 
 @pytest.mark.parametrize("dtype", HALF)
 def test_norms_are_computed_in_float32_and_cast_back(dtype):
-    """Squares of 300 are more than float16 holds; 1000 of them lose their digits in bfloat16."""
+    """The square of 300 overflows float16; the sum of 1000 squares loses its digits in bfloat16."""
     x, one, zero = (300 * torch.randn(4, 1000)).to(dtype), torch.ones(1000), torch.zeros(1000)
     for norm, arguments in ((rms_norm, (one,)), (layer_norm, (one, zero))):
         y = norm(x, *arguments)

@@ -27,12 +27,12 @@ schemes = pytest.mark.parametrize("positions", SCHEMES)
 inf = math.inf
 
 
-def write(model, prompts, n, **options) -> list[list[int]]:
+def generated(model, prompts, n, **options) -> list[list[int]]:
     return torch.stack(list(generate(model, prompts, n, **options)), dim=1).tolist()
 
 
 def restarts(model, length, n) -> list[int]:
-    """Where the text that is read begins, for each of n tokens behind a prompt of so many."""
+    """Returns where the text that the model reads begins, for each of n tokens after a prompt of `length` tokens."""
     starts, start = [], 0
     for total in range(length, length + n):
         if total - start > model.max_seq_len:
@@ -41,8 +41,8 @@ def restarts(model, length, n) -> list[int]:
     return starts
 
 
-def slowly(model, prompt, n) -> list[int]:
-    """Greedy, without a cache; past the context the last half is read again from position 0."""
+def without_cache(model, prompt, n) -> list[int]:
+    """Greedy generation without a cache; beyond the context the last half is read again from position 0."""
     text = list(prompt)
     for start in restarts(model, len(prompt), n):
         text.append(model(torch.tensor([text[start:]]))[0, -1].argmax().item())
@@ -76,7 +76,7 @@ def test_any_chunking_gives_the_logits_of_one_forward(small_model, positions, n_
 
 @pytest.fixture(scope="module")
 def small_model():
-    """Models of both kinds of number, made once: hypothesis runs a test many times."""
+    """Builds each model once, as hypothesis runs a test many times."""
     from model import GPT
 
     made = {}
@@ -94,7 +94,7 @@ def small_model():
 
 
 def test_a_cache_grows_in_buckets_and_keeps_its_contents(small):
-    for positions in ("rope", "alibi"):  # which keeps positions too
+    for positions in ("rope", "alibi"):  # alibi's cache stores positions too
         model = small(positions=positions, max_seq_len=600)
         tokens, cache, sizes, logits = torch.randint(17, (2, 600)), model.new_cache(), [], []
         for piece in tokens.split([100, 28, 1, 127, 1, 256, 87], dim=1):
@@ -107,7 +107,7 @@ def test_a_cache_grows_in_buckets_and_keeps_its_contents(small):
 
 @schemes
 def test_rows_of_different_lengths_share_a_cache(small, positions):
-    """Some tokens of each row, of different number, then three more in all of them at once."""
+    """Reads a different number of tokens in each row, then three more tokens in all rows at once."""
     model, rows = small(positions=positions), ragged(3, 9, 1)
     logits, cache = encode(model, [torch.tensor(row) for row in rows], 20)
     more = torch.randint(17, (3, 3))
@@ -120,7 +120,7 @@ def test_rows_of_different_lengths_share_a_cache(small, positions):
 
 
 def test_a_replaced_row_has_its_own_positions(small):
-    """Where a scheme compares them, and they are not simply those of the slots."""
+    """For a scheme that compares positions, here different from those of the slots."""
     model, tokens = small(positions="alibi"), torch.randint(17, (3, 8))
     cache, other = model.new_cache(), model.new_cache()
     model(tokens[:2, :6], cache=cache)
@@ -162,22 +162,22 @@ def test_a_long_prompt_is_read_in_chunks(small, monkeypatch):
     ids=str,
 )
 def test_a_row_of_a_batch_equals_the_same_row_alone(small, positions, overflow, sampling, dtype):
-    """Whatever the lengths, order and number of the others; sliding, each at its own time."""
+    """For any lengths, order and number of the other rows; with overflow=slide each row slides at its own step."""
     model, rows = small(positions=positions).to(dtype), ragged(5, 1, 9, 14)
     n = 60 if overflow == "slide" else 19
     options = {"overflow": overflow, **sampling}
-    alone = [write(model, [row], n, seeds=[seed], **options)[0] for seed, row in enumerate(rows)]
+    alone = [generated(model, [row], n, seeds=[seed], **options)[0] for seed, row in enumerate(rows)]
     assert len(set(map(tuple, alone))) == 4
-    assert write(model, rows, n, seeds=[0, 1, 2, 3], **options) == alone
-    for some in ([2, 0], [3, 2, 1, 0], [1, 1, 3]):
-        assert write(model, [rows[i] for i in some], n, seeds=some, **options) == [alone[i] for i in some]
+    assert generated(model, rows, n, seeds=[0, 1, 2, 3], **options) == alone
+    for chosen in ([2, 0], [3, 2, 1, 0], [1, 1, 3]):
+        assert generated(model, [rows[i] for i in chosen], n, seeds=chosen, **options) == [alone[i] for i in chosen]
 
 
 def test_a_row_ends_at_its_stop_token_and_the_others_continue(small):
     model, rows = small(), ragged(5, 1, 9)
-    free = write(model, rows, 20)
+    free = generated(model, rows, 20)
     for stop in {token for row in free for token in row}:
-        found = write(model, rows, 20, stops={stop, 16})
+        found = generated(model, rows, 20, stops={stop, 16})
         for row, ended in zip(free, found, strict=True):
             at = next((i for i, token in enumerate(row) if token in (stop, 16)), 20)
             assert ended[: at + 1] == row[: at + 1][: len(ended)]
@@ -186,12 +186,12 @@ def test_a_row_ends_at_its_stop_token_and_the_others_continue(small):
 
 def test_generation_ends_soon_after_the_last_row(small):
     model, rows = small(max_seq_len=200), ragged(2, 3)
-    assert len(write(model, rows, 100, stops=range(17))[0]) == READ_EVERY
-    assert len(write(model, rows, 100)[0]) == 100
-    assert len(write(model, rows, 5, stops=range(17))[0]) == 5
+    assert len(generated(model, rows, 100, stops=range(17))[0]) == READ_EVERY
+    assert len(generated(model, rows, 100)[0]) == 100
+    assert len(generated(model, rows, 5, stops=range(17))[0]) == 5
 
 
-# --- past the context -----------------------------------------------------------------------------------------------
+# --- beyond the context -----------------------------------------------------------------------------------------------
 
 LENGTHS = [(1, 31), (5, 27), (5, 28), (5, 29), (5, 90), (31, 2), (32, 1), (32, 2), (33, 5), (40, 20), (1, 64)]
 
@@ -200,21 +200,21 @@ LENGTHS = [(1, 31), (5, 27), (5, 28), (5, 29), (5, 90), (31, 2), (32, 1), (32, 2
 @pytest.mark.parametrize(("length", "n"), LENGTHS)
 def test_greedy_generation_is_the_same_with_and_without_the_cache(small, positions, length, n):
     model, (prompt,) = small(positions=positions), ragged(length)
-    assert write(model, [prompt], n, temperature=0, overflow="slide") == [slowly(model, prompt, n)]
+    assert generated(model, [prompt], n, temperature=0, overflow="slide") == [without_cache(model, prompt, n)]
 
 
 @pytest.mark.slow
 @schemes
 @pytest.mark.parametrize(("length", "n"), [(3, 20), (5, 29), (5, 90), (32, 2), (40, 20)])
 def test_log_probabilities_are_those_of_a_full_forward(small, positions, length, n):
-    """Of the tokens since the last restart where the text has outgrown the context."""
+    """If the text is longer than the context, a forward of the tokens since the last restart."""
     model, (prompt,) = small(positions=positions), ragged(length)
     options = {"overflow": "slide", "temperature": 0.7, "top_k": 5, "frequency_penalty": 0.5}
     pairs = list(generate(model, [prompt], n, log_probabilities=True, **options))
     tokens = [token.item() for token, _ in pairs]
-    assert tokens == write(model, [prompt], n, **options)[0]
+    assert tokens == generated(model, [prompt], n, **options)[0]
     text = torch.tensor([prompt + tokens])
-    if length > 32:  # only its last half is read at first
+    if length > 32:  # at first only the last half of a context is read
         prompt = prompt[-16:]
         text = text[:, length - 16 :]
     for i, start in enumerate(restarts(model, len(prompt), n)):
@@ -245,8 +245,8 @@ def test_an_extended_rope_accepts_longer_texts(small, positions, length, n):
         return
     longer = model.extended(needed)
     assert longer.max_seq_len == (32 if needed <= 32 else 64)
-    found = write(model, [prompt], n, temperature=0, overflow="extend")
-    assert found == [slowly(longer, prompt, n)]
+    found = generated(model, [prompt], n, temperature=0, overflow="extend")
+    assert found == [without_cache(longer, prompt, n)]
     assert model.max_seq_len == 32
     if needed <= 32:
         assert longer is model
@@ -273,25 +273,25 @@ def test_an_extended_model_can_be_rebuilt_from_its_arguments(small):
 def test_too_long_a_text_is_refused_with_the_numbers_before_any_work(small, n):
     model, prompt = small(), [1, 2, 3, 4, 5]
     if n == 28:  # the last token drawn is not read
-        assert len(write(model, [prompt], n)[0]) == n
+        assert len(generated(model, [prompt], n)[0]) == n
         return
     model.forward = None
     with pytest.raises(ValueError, match=f"5 prompt tokens and {n} new ones.*max_seq_len 32"):
         generate(model, [prompt, [1]], n)
 
 
-# --- drawing --------------------------------------------------------------------------------------------------------
+# --- sampling --------------------------------------------------------------------------------------------------------
 
 
 def chi_square(logits: torch.Tensor, sampling: Sampling, expected: torch.Tensor, counts=None, n=20_000) -> float:
-    """How far n draws are from the expected probabilities; more than 30 has a probability below 1e-4 for 7 tokens."""
+    """Returns chi-square of n samples; more than 30 has a probability below 1e-4 for 7 tokens."""
     numbers = uniform_numbers(list(range(100)))
     uniform = torch.cat([next(numbers) for _ in range(n // 100)])
     counts = None if counts is None else counts.expand(n, -1)
     drawn = sampling.draw(logits.expand(n, -1), uniform, counts).bincount(minlength=len(expected))
     assert (drawn[expected == 0] == 0).all()
-    there = expected > 0
-    return ((drawn[there] - n * expected[there]) ** 2 / (n * expected[there])).sum().item()
+    possible = expected > 0
+    return ((drawn[possible] - n * expected[possible]) ** 2 / (n * expected[possible])).sum().item()
 
 
 LOGITS = torch.tensor([2.0, 1.5, 1.0, 0.5, 0.0, -0.5, -inf])
@@ -299,7 +299,7 @@ COUNTS = torch.tensor([3, 0, 1, 0, 0, 2, 0])
 
 
 def by_hand(temperature=1.0, top_k=None, top_p=None, min_p=None, repetition_penalty=1.0, frequency_penalty=0.0):
-    """The distribution in plain Python, in the order that Sampling states."""
+    """Returns the distribution, computed in plain Python in the order that Sampling documents."""
     x = LOGITS.tolist()
     x = [
         (v / repetition_penalty if v > 0 else v * repetition_penalty) if c else v
@@ -361,7 +361,7 @@ def test_each_filter_equals_an_example_computed_by_hand():
     assert penalise_repetition(logits, counts, 2.0).tolist() == [[1.5, 1.0, -4.0, 0.0]]
     assert penalise_frequency(logits, counts, 0.5).tolist() == [[2.5, 1.0, -3.0, 0.0]]
     assert keep_top_k(logits, 2).tolist() == [[3.0, 1.0, -inf, -inf]]
-    assert torch.equal(keep_top_k(logits, 9), logits)  # more than there are
+    assert torch.equal(keep_top_k(logits, 9), logits)  # more than the vocabulary
     assert keep_min_p(logits, math.exp(-2.5)).tolist() == [[3.0, 1.0, -inf, -inf]]
     assert keep_min_p(logits, 1.0).tolist() == [[3.0, -inf, -inf, -inf]]
     likely = torch.tensor([[0.2, 0.5, 0.3]]).log()
@@ -370,7 +370,7 @@ def test_each_filter_equals_an_example_computed_by_hand():
 
 
 def test_top_k_and_min_p_keep_ties_and_top_p_takes_the_first():
-    """Those with the k-th largest and with the most likely stay; top_p and greedy take the first ids."""
+    """Tokens as likely as the k-th largest or the most likely are kept; top_p and greedy take the first ids."""
     even = torch.zeros(1, 4)
     assert torch.equal(keep_top_k(even, 2), even)
     assert torch.equal(keep_min_p(even, 1.0), even)
@@ -385,7 +385,7 @@ def test_top_k_and_min_p_keep_ties_and_top_p_takes_the_first():
 
 
 def test_half_precision_logits_are_sampled_in_float32():
-    """Filters and sums in bfloat16 would cut elsewhere."""
+    """Filters and sums in bfloat16 would keep other tokens."""
     logits = torch.randn(1, 3000).bfloat16()
     for options in ({"temperature": 0.7}, {"temperature": 0.7, "top_p": 0.6}, {"min_p": 0.013}):
         sampling = Sampling(**options)
@@ -400,7 +400,7 @@ def test_extreme_settings_give_valid_tokens_and_nan_is_reported(small):
         {"frequency_penalty": 1e6},
         {"temperature": 1e6},
     ):
-        assert max(write(model, [[1, 2]], 10, **options)[0]) < 17
+        assert max(generated(model, [[1, 2]], 10, **options)[0]) < 17
     torch.nn.init.constant_(model.head.weight[3], math.nan)
     pairs = list(generate(model, [[1, 2]], 3, log_probabilities=True))
     assert all(token < 17 and value.isnan() for token, value in pairs)
@@ -421,22 +421,22 @@ def test_uniform_numbers_of_0_and_almost_1_give_valid_tokens():
 
 
 def test_penalties_count_prompt_and_generated_tokens(small):
-    """With a penalty that nothing outweighs, no token comes twice, and none of the prompt."""
+    """With a penalty larger than any logit, no token is generated twice, and none of the prompt."""
     model, rows = small(), [[3, 5, 5], [1]]
     for options in ({"frequency_penalty": 1e6}, {"frequency_penalty": 1e6, "temperature": 0}):
-        for prompt, row in zip(rows, write(model, rows, 14, **options), strict=True):
+        for prompt, row in zip(rows, generated(model, rows, 14, **options), strict=True):
             assert len({*prompt, *row}) == len(set(prompt)) + 14
-    assert len(set(write(model, [[1]], 14, temperature=0, frequency_penalty=-1e6)[0])) == 1
+    assert len(set(generated(model, [[1]], 14, temperature=0, frequency_penalty=-1e6)[0])) == 1
 
 
-def test_the_same_seed_gives_the_same_text_and_another_another(small):
+def test_the_same_seed_gives_the_same_text_and_another_seed_another(small):
     model, rows = small(), ragged(4, 4)
-    assert write(model, rows, 20) == write(model, rows, 20, seeds=[0, 1])
-    assert write(model, rows[:1] * 2, 20)[0] != write(model, rows[:1] * 2, 20)[1]
+    assert generated(model, rows, 20) == generated(model, rows, 20, seeds=[0, 1])
+    assert generated(model, rows[:1] * 2, 20)[0] != generated(model, rows[:1] * 2, 20)[1]
 
 
 class Reads(TorchDispatchMode):
-    """Counts what makes the host wait for the device: the value of a tensor, and shapes that depend on values."""
+    """Records what makes the host wait for the device: values of tensors, and shapes that depend on values."""
 
     WAITS = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "equal")
 
@@ -462,7 +462,7 @@ def test_the_host_waits_for_the_device_only_every_16_columns(small, stops):
         n = len(list(columns))
     assert n == 79
     assert len(reads.names) == (4 if stops else 0)
-    with Reads() as reads:  # it does count
+    with Reads() as reads:  # Reads does record
         torch.ones(3).sum().item()
     assert reads.names == ["_local_scalar_dense"]
 
@@ -509,5 +509,5 @@ def test_a_given_step_replaces_the_models_own(small):
         return next_logits(model, tokens, cache)
 
     rows = ragged(3, 5)
-    assert write(model, rows, 10, step=step) == write(model, rows, 10)
+    assert generated(model, rows, 10, step=step) == generated(model, rows, 10)
     assert calls == [(2, 1)] * 9

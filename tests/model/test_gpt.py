@@ -15,7 +15,7 @@ schemes = pytest.mark.parametrize("positions", SCHEMES)
 
 
 def unmask(model):
-    """Lets every token see every other, the future too."""
+    """Lets every token attend to every other, including later ones."""
 
     def attend(q, k, v, mask, *rest):
         return MATH.attention(q, k, v, torch.ones(q.shape[2], k.shape[2], dtype=torch.bool), *rest)
@@ -29,7 +29,7 @@ def unmask(model):
 
 @architectures
 def test_future_tokens_never_change_earlier_logits(small, arguments):
-    """Neither in values nor in gradients."""
+    """Neither their values nor their gradients."""
     model = small(**arguments)
     tokens = torch.randint(17, (1, 10))
     logits = model(tokens)
@@ -72,9 +72,9 @@ def test_the_cache_does_not_change_the_logits(small, arguments, backend, cuts):
 
 @pytest.mark.slow
 def test_without_the_mask_a_model_learns_to_look_ahead():
-    """Each token has two equally likely successors: log 2 nats is the least that an honest model can reach.
+    """Each token has two equally likely successors: log 2 nats is the lowest loss that a causal model can reach.
 
-    The one without a mask reads the next token instead of predicting it, and writes badly where there is none.
+    The model without a mask copies the next token instead of predicting it, and generates badly where there is none.
     """
 
     def sequences(rows, n):
@@ -94,7 +94,7 @@ def test_without_the_mask_a_model_learns_to_look_ahead():
         for _ in range(150):
             x = sequences(32, 17)
             targets = x[:, 1:].clone()
-            targets[:, -1] = -100  # the one that not even the model without a mask could read
+            targets[:, -1] = -100  # even the model without a mask cannot read it
             total, count = model(x[:, :-1], targets=targets)
             (total / count).backward()
             optimizer.step()
@@ -120,7 +120,7 @@ def test_shifting_all_positions_changes_nothing_where_only_distances_count(small
 
 @schemes
 def test_token_order_matters_only_with_positions(small, positions):
-    """No causal mask here, which would itself tell the order: what is left commutes with permutations for `none`."""
+    """Without the causal mask, which reveals the order. With positions=none, logits are permuted as tokens are."""
     model, tokens, order = unmask(small(positions=positions)), torch.randint(17, (2, 10)), torch.randperm(10)
     same = torch.allclose(model(tokens[:, order]), model(tokens)[:, order], rtol=1e-9, atol=1e-9)
     assert same == (positions == "none")
@@ -148,7 +148,7 @@ def test_the_two_pairings_are_the_same_model_after_permuting_rows(small):
 
 
 def test_alibi_remembers_the_positions_of_cached_keys(small):
-    """Positions with gaps, and rows that begin to differ only in the second piece."""
+    """Positions have gaps, and differ between rows only from the second piece on."""
     model, tokens = small(positions="alibi"), torch.randint(17, (2, 6))
     positions = torch.tensor([[0, 1, 4, 5, 6, 9], [0, 1, 4, 7, 8, 9]])
     cache = model.new_cache()
@@ -165,7 +165,7 @@ def test_alibi_remembers_the_positions_of_cached_keys(small):
 
 @schemes
 def test_padding_is_neither_attended_to_nor_counted(small, positions):
-    """A row padded on the left gives the logits, the loss and the gradients that it gives alone."""
+    """A row padded on the left has the same logits, loss and gradients as the row alone."""
     model, tokens, targets = small(positions=positions), torch.randint(17, (1, 6)), torch.randint(17, (1, 6))
     padded = torch.cat([torch.randint(17, (1, 4)), tokens], dim=1)
     padding = torch.tensor([[False] * 4 + [True] * 6])
@@ -230,7 +230,7 @@ def test_a_new_model_predicts_nearly_uniform_probabilities():
 
 
 def test_weights_into_the_residual_stream_start_smaller():
-    """By 1 / sqrt(2 n_layers), so that the variance of the stream at the end does not depend on the depth."""
+    """By a factor 1 / sqrt(2 n_layers), so that the variance of the final stream does not depend on the depth."""
 
     def final_variance(n_layers: int, scaled: bool) -> float:
         torch.manual_seed(0)
@@ -261,7 +261,7 @@ def test_a_padded_vocabulary_is_invisible_from_outside(small, tied):
     exact.load_state_dict(weights | {name: weights[name][:17] for name in ("embedding.weight", "head.weight")})
     tokens, targets = torch.randint(17, (2, 10)), torch.randint(17, (2, 10))
     for weight in {model.embedding.weight, model.head.weight}:
-        weight.data[17:] = 100.0  # would win every draw and rule every loss
+        weight.data[17:] = 100.0  # would dominate every sample and every loss
     torch.testing.assert_close(model(tokens), exact(tokens), rtol=0, atol=1e-12)
     loss, _ = model(tokens, targets=targets)
     torch.testing.assert_close(loss, exact(tokens, targets=targets)[0])
@@ -327,9 +327,9 @@ def test_impossible_models_are_refused(small, arguments, message):
     ids=str,
 )
 def test_every_setting_changes_the_output(small, arguments):
-    """With the same weights, another setting gives other logits."""
+    """With the same weights, a different setting gives different logits."""
     plain, other, tokens = small(), small(**arguments), torch.randint(17, (2, 10))
-    other.load_state_dict(plain.state_dict(), strict=False)  # the gains of qk_norm are its own
+    other.load_state_dict(plain.state_dict(), strict=False)  # qk_norm adds weights
     assert not torch.allclose(other(tokens), plain(tokens), rtol=1e-4)
 
 
@@ -337,7 +337,7 @@ def test_every_setting_changes_the_output(small, arguments):
 def test_dropout_acts_in_each_place_and_only_in_training(small, place):
     model, tokens = small(dropout=0.5), torch.randint(17, (2, 10))
     exact = model(tokens)
-    modules = {  # of the first block, by what feeds them
+    modules = {  # by the place where each one acts
         "embedding": model.dropout,
         "attention": model.blocks[0].attention,
         "attention branch": model.blocks[0].dropout,

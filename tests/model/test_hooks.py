@@ -66,7 +66,7 @@ def test_positional_and_keyword_arguments_can_be_edited(small, by_name):
         return rope(x, token_positions=positions) if by_name else rope(x, positions)
 
     seen = []
-    with editing(rope, {Place("", 1): seen.append}):  # gives None
+    with editing(rope, {Place("", 1): seen.append}):  # returns None
         expected = call(places + 1)
     assert torch.equal(seen[0], places + 1)
     with editing(rope, {Place("", 1): lambda positions: positions + 1}):

@@ -1,4 +1,4 @@
-"""One set of modules, whatever they compute with: who edits one of them trains and samples from what he wrote."""
+"""The modules are the same for every backend: an edit of a module changes training and generation."""
 
 import copy
 from functools import partial
@@ -26,14 +26,14 @@ def table(backend: str):
 
 
 def batch(rows=4, length=30):
-    """Many tokens, as the kernels want them; some targets are ignored."""
+    """Enough tokens for the kernels to be used, with a few ignored targets."""
     tokens = torch.randint(17, (rows, length), generator=torch.Generator().manual_seed(0))
     targets = tokens.roll(-1, 1)
     targets[:, ::5] = functional.IGNORE
     return {"tokens": tokens, "targets": targets}
 
 
-def learned(model, **given):
+def loss_and_gradients(model, **given):
     model.zero_grad()
     loss, count = model(**given)
     (loss / count).backward()
@@ -51,21 +51,21 @@ GIVEN = {
 @pytest.mark.parametrize("backend", BACKENDS[1:])
 @pytest.mark.parametrize("arguments", ARCHITECTURES, ids=str)
 def test_every_backend_computes_an_edited_module(small, arguments, backend):
-    """Loss and gradients in float32, logits with a cache and without, text, and names of weights."""
-    written, other = small(**arguments).float(), small(**arguments).float()
-    other.load_state_dict(written.state_dict())
-    written.use(MATH)
+    """Loss and gradients in float32, logits with and without a cache, text, and names of weights are equal."""
+    plain, other = small(**arguments).float(), small(**arguments).float()
+    other.load_state_dict(plain.state_dict())
+    plain.use(MATH)
     other.use(table(backend))
     for given in GIVEN.values():
-        expected = learned(written, **batch(), **given)
-        for name, value in learned(other, **batch(), **given).items():
+        expected = loss_and_gradients(plain, **batch(), **given)
+        for name, value in loss_and_gradients(other, **batch(), **given).items():
             torch.testing.assert_close(value, expected[name], rtol=1e-5, atol=2e-5 * expected[name].abs().max().item())
     tokens, cache = batch()["tokens"], other.new_cache()
-    expected = written(tokens)
+    expected = plain(tokens)
     torch.testing.assert_close(other(tokens), expected, rtol=1e-5, atol=1e-5)
     pieces = [other(piece, cache=cache) for piece in tokens.split([20, 1, 9], dim=1)]
     torch.testing.assert_close(torch.cat(pieces, dim=1), expected, rtol=1e-5, atol=1e-5)
-    texts = [[c.tolist() for c in generate(model, [[1, 2, 3], [4]], 20)] for model in (written, other)]
+    texts = [[c.tolist() for c in generate(model, [[1, 2, 3], [4]], 20)] for model in (plain, other)]
     assert texts[0] == texts[1]
 
 
@@ -75,7 +75,7 @@ def copy_with(model, ops):
     return other
 
 
-EDITS = {  # what a reader may edit, and a model that has it
+EDITS = {  # what a user may edit, and the arguments of a model that has it
     "attention": (attention.CausalMultiHeadAttention, "forward", {}),
     "swiglu": (feed_forward.SwiGLU, "forward", {}),
     "gelu": (feed_forward.GELU, "forward", {"feed_forward": "gelu"}),
@@ -91,7 +91,7 @@ EDITS = {  # what a reader may edit, and a model that has it
 
 
 def edit(monkeypatch, owner, method):
-    """Makes the method's result three times as large."""
+    """Multiplies the method's result by 3."""
     right = getattr(owner, method)
 
     def edited(*given, **more):
@@ -101,16 +101,16 @@ def edit(monkeypatch, owner, method):
     monkeypatch.setattr(owner, method, edited)
 
 
-def check_that_it_learns_as_written(model, forward):
-    """Loss and gradients of `forward`, which is `model` or made of it, are those of the written-out backend."""
-    written = copy_with(model, MATH)
-    expected, loss = learned(written, **batch())["loss"], learned_by(forward, model)
+def check_equal_to_math(model, forward):
+    """Loss and gradients of `forward`, which is `model` or compiled from it, equal those of the math backend."""
+    plain = copy_with(model, MATH)
+    expected, loss = loss_and_gradients(plain, **batch())["loss"], backward(forward, model)
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
-    for (name, p), q in zip(model.named_parameters(), written.parameters(), strict=True):
+    for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(p.grad, q.grad, rtol=1e-4, atol=1e-4 * q.grad.abs().max().item(), msg=name)
 
 
-def learned_by(forward, model):
+def backward(forward, model):
     model.zero_grad()
     loss, count = forward(**batch())
     (loss / count).backward()
@@ -120,31 +120,31 @@ def learned_by(forward, model):
 @backends
 @pytest.mark.parametrize("name", EDITS)
 def test_an_edited_module_is_what_trains(small, name, backend, monkeypatch):
-    """Under every backend its loss is the edited one, which is another."""
+    """With every backend the loss is that of the edited module, and differs from the loss before."""
     owner, method, arguments = EDITS[name]
     model = small(**arguments).float()
     model.use(table(backend))
-    before = learned_by(model, model)
+    before = backward(model, model)
     edit(monkeypatch, owner, method)
-    check_that_it_learns_as_written(model, model)
-    assert abs(learned_by(model, model) / before - 1) > 1e-4
+    check_equal_to_math(model, model)
+    assert abs(backward(model, model) / before - 1) > 1e-4
 
 
 @pytest.mark.slow
 @needs_torch_compile
 @backends
 def test_edited_modules_are_what_is_compiled(small, backend, monkeypatch):
-    """All of one model at once; how it is compiled after it was read makes no difference."""
+    """All modules of a model are edited at once; it is compiled afterwards."""
     model = small(n_layers=1, qk_norm=True).float()
     model.use(table(backend))
     for owner, method, arguments in EDITS.values():
         if arguments in ({}, {"qk_norm": True}):
             edit(monkeypatch, owner, method)
-    check_that_it_learns_as_written(model, torch.compile(model, backend="eager", dynamic=False))
+    check_equal_to_math(model, torch.compile(model, backend="eager", dynamic=False))
 
 
 class Sharper(attention.CausalMultiHeadAttention):
-    """As somebody adds a keyword argument to attention."""
+    """Attention with a keyword argument that a user has added."""
 
     def __init__(self, *arguments, sharpness: float = 1.0, **others):
         super().__init__(*arguments, **others)
@@ -156,20 +156,20 @@ class Sharper(attention.CausalMultiHeadAttention):
 
 @backends
 def test_a_new_keyword_acts_in_training_and_in_generation(small, backend, monkeypatch):
-    """The probabilities with which it writes, token by token, are those of the loss; without the keyword others."""
+    """The log probabilities of the generated tokens sum to the loss; without the keyword the loss differs."""
     plain = small().float()
     monkeypatch.setattr(gpt, "CausalMultiHeadAttention", partial(Sharper, sharpness=1.5))
     model = small().float()
     model.load_state_dict(plain.state_dict())
     model.use(table(backend))
     prompt = torch.randint(17, (4, 6))
-    writer = copy.deepcopy(model)
+    generating = copy.deepcopy(model)
     if backend == "kernels":
-        pack_for_decoding(writer)
-    tokens, log_p = zip(*generate(writer, prompt, 20, log_probabilities=True), strict=True)
+        pack_for_decoding(generating)
+    tokens, log_p = zip(*generate(generating, prompt, 20, log_probabilities=True), strict=True)
     tokens = torch.cat([prompt, torch.stack(tokens, dim=1)], dim=1)
     targets = tokens[:, 1:].clone()
-    targets[:, :5] = functional.IGNORE  # of the prompt
+    targets[:, :5] = functional.IGNORE  # the prompt
     loss, count = model(tokens[:, :-1], targets=targets)
     assert count == 80
     torch.testing.assert_close(loss, -torch.stack(log_p).sum(), rtol=1e-5, atol=0)
@@ -178,8 +178,8 @@ def test_a_new_keyword_acts_in_training_and_in_generation(small, backend, monkey
 
 def test_use_sets_the_same_operations_in_every_module(small):
     model = small(qk_norm=True)
-    asks = [module for module in model.modules() if hasattr(module, "ops")]
-    assert {type(module).__name__ for module in asks} == {
+    with_ops = [module for module in model.modules() if hasattr(module, "ops")]
+    assert {type(module).__name__ for module in with_ops} == {
         "GPT",
         "CausalMultiHeadAttention",
         "RMSNorm",
@@ -187,19 +187,19 @@ def test_use_sets_the_same_operations_in_every_module(small):
         "SwiGLU",
         "Dropout",
     }
-    assert {module.ops for module in asks} == {TORCH}
+    assert {module.ops for module in with_ops} == {TORCH}
     model.use(MATH)
-    assert {module.ops for module in asks} == {MATH}
+    assert {module.ops for module in with_ops} == {MATH}
     assert small().ops == TORCH
 
 
 @backends
 def test_logits_may_have_their_own_parameter(small, backend, monkeypatch):
-    """As somebody who scales them; under every backend the scale gets its gradient."""
+    """As if a user scales them; with every backend the scale has a gradient."""
     right = gpt.GPT.logits
     monkeypatch.setattr(gpt.GPT, "logits", lambda self, x: right(self, x) * self.scale)
     model = small().float()
     model.scale = torch.nn.Parameter(torch.tensor(0.7))
     model.use(table(backend))
-    check_that_it_learns_as_written(model, model)
+    check_equal_to_math(model, model)
     assert model.scale.grad != 0

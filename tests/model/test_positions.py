@@ -68,8 +68,8 @@ def test_every_row_may_have_its_own_positions(rope):
 
 
 def test_any_axes_may_lie_between_rows_and_positions(rope):
-    """A loop over heads, which gives (b s d) at a time, is all heads at once, with positions of each row's own too."""
-    x = torch.randn(3, 3, 5, 8)  # as many heads as rows, which broadcasting would take for each other
+    """A loop over heads, each (b s d), equals all heads at once, also if each row has its own positions."""
+    x = torch.randn(3, 3, 5, 8)  # as many heads as rows, so that broadcasting could confuse them
     own = torch.stack([torch.arange(5), torch.arange(20, 25), torch.arange(50, 55)])
     for positions in (torch.arange(5), own, own[:1]):
         whole = rope(x, positions)
@@ -126,8 +126,8 @@ def test_the_table_is_exact_at_position_100_000():
         angle = 100_000 * 10000 ** (-2 * i / 64)
         assert rope.cos[-1, i].item() == pytest.approx(math.cos(angle), abs=1e-7)
         assert rope.sin[-1, i].item() == pytest.approx(math.sin(angle), abs=1e-7)
-    speeds = 10000 ** (-torch.arange(0, 64, 2).float() / 64)  # what float32 all the way would give
-    assert ((100_000 * speeds).cos() - rope.cos[-1]).abs().max() > 1e-3
+    inv_freq = 10000 ** (-torch.arange(0, 64, 2).float() / 64)  # the result if all were float32
+    assert ((100_000 * inv_freq).cos() - rope.cos[-1]).abs().max() > 1e-3
 
 
 # --- RoPE beyond the trained length ---------------------------------------------------------------------------------
@@ -169,9 +169,9 @@ def test_yarn_equals_hugging_faces(d_k, factor, trained):
             "original_max_position_embeddings": trained,
         },
     )
-    speeds, amplitude = ROPE_INIT_FUNCTIONS["yarn"](config, torch.device("cpu"))
+    inv_freq, amplitude = ROPE_INIT_FUNCTIONS["yarn"](config, torch.device("cpu"))
     ours, our_amplitude = rope_frequencies(10000.0, d_k, "yarn", factor, int(trained * factor))
-    torch.testing.assert_close(ours.float(), speeds)
+    torch.testing.assert_close(ours.float(), inv_freq)
     assert our_amplitude == pytest.approx(amplitude)
     rope = RotaryPositionalEmbedding(10000.0, d_k, int(trained * factor), scaling="yarn", factor=factor)
     torch.testing.assert_close(rope.cos[0], torch.full_like(rope.cos[0], our_amplitude))
