@@ -1,4 +1,4 @@
-"""What a command shows may go nowhere; what it makes is made all the same."""
+"""A command does its work even if its output cannot be written."""
 
 import errno
 import io
@@ -17,15 +17,15 @@ TRAIN = str(REPOSITORY / "train.py")
 FULL = "/dev/full"
 
 
-def nobody_reads() -> int:
-    """The descriptor of a pipe whose reader has left."""
+def closed_pipe() -> int:
+    """Returns the descriptor of a pipe whose reader has closed it."""
     reader, writer = os.pipe()
     os.close(reader)
     return writer
 
 
 def closed_terminal() -> int:
-    """The descriptor of a terminal that has gone."""
+    """Returns the descriptor of a terminal that has been closed."""
     master, terminal = os.openpty()
     os.close(master)
     return terminal
@@ -36,19 +36,20 @@ def full_disk() -> int:
 
 
 @pytest.mark.parametrize(
-    ("lost", "number"), [(nobody_reads, errno.EPIPE), (closed_terminal, errno.EIO), (full_disk, errno.ENOSPC)]
+    ("lost", "number"), [(closed_pipe, errno.EPIPE), (closed_terminal, errno.EIO), (full_disk, errno.ENOSPC)]
 )
 def test_text_that_cannot_be_written_is_dropped_with_one_warning(lost, number, capsys, monkeypatch):
     descriptor = lost()
-    output = Output(descriptor, note="going on without")
+    output = Output(descriptor, note="continuing without")
     stream = io.TextIOWrapper(output, write_through=True)
     for _ in range(3):
         print("a line", file=stream, flush=True)
     assert output.error.errno == number
-    said = capsys.readouterr().err
-    assert said == f"standard output: {os.strerror(number)}; going on without\n"
+    err = capsys.readouterr().err
+    assert err == f"standard output: {os.strerror(number)}; continuing without\n"
     gone = number in console.GONE
-    assert os.path.sameopenfile(descriptor, os.open(os.devnull, os.O_WRONLY)) == gone  # for libraries and children
+    # so that libraries and child processes can write, too
+    assert os.path.sameopenfile(descriptor, os.open(os.devnull, os.O_WRONLY)) == gone
     monkeypatch.setattr(sys, "stdout", stream)
     if gone:
         console.check()
@@ -57,13 +58,13 @@ def test_text_that_cannot_be_written_is_dropped_with_one_warning(lost, number, c
             console.check()
 
 
-@pytest.mark.parametrize("lost", [nobody_reads, full_disk])
+@pytest.mark.parametrize("lost", [closed_pipe, full_disk])
 def test_requested_output_raises_if_it_cannot_be_written(lost):
     stream = io.TextIOWrapper(Output(lost(), needed=True), write_through=True)
     with pytest.raises(OSError) as raised:
         stream.write("a line")
     assert one_line(raised.value).startswith("standard output: ")
-    stream.write("what comes later goes nowhere")
+    stream.write("later output is dropped")
 
 
 def test_a_non_blocking_pipe_receives_the_complete_text():
@@ -93,8 +94,8 @@ def test_a_terminal_is_not_sent_control_characters():
 
 
 def shown(script: str, **options) -> subprocess.CompletedProcess:
-    """What Python says that has guarded its output, run by a shell."""
-    code = f"from conf import console; console.guard_output(note='going on'); {script}"
+    """Runs `script` after guard_output in a Python that a shell starts."""
+    code = f"from conf import console; console.guard_output(note='continuing'); {script}"
     environment = os.environ | {"PYTHONPATH": str(REPOSITORY)} | options.pop("environment", {})
     command = ["sh", "-c", f'"$0" -c "$1" {options.pop("shell", "")}', sys.executable, code]
     return subprocess.run(command, env=environment, capture_output=True, text=True, **options)
@@ -116,7 +117,7 @@ def test_closed_and_full_streams_do_not_end_the_program(shell):
 
 @pytest.mark.slow
 def test_rich_does_not_end_a_process_with_a_closed_pipe():
-    writer = nobody_reads()
+    writer = closed_pipe()
     code = """
 from conf import console
 console.guard_output()
@@ -152,11 +153,11 @@ finally:
     "words", [[TRAIN], ["-m", "scripts.generate"], ["bin/inkling", "train"]], ids=["train", "generate", "inkling"]
 )
 def test_a_signal_while_modules_are_imported_ends_a_command_quietly(tmp_path, words, number):
-    """torch, which a command imports next, is played by a module that sends the signal."""
+    """A module that sends the signal replaces torch, which a command imports next."""
     (tmp_path / "torch.py").write_text(f"import os\nos.kill(os.getpid(), {int(number)})\n")
     path = os.pathsep.join([str(tmp_path), str(REPOSITORY)])
     (tmp_path / "bin").mkdir()
-    (tmp_path / "bin/inkling").write_text("from scripts.main import main\nmain()\n")  # as an installer writes it
+    (tmp_path / "bin/inkling").write_text("from scripts.main import main\nmain()\n")  # as pip writes it
     (tmp_path / "numpy.py").write_text((tmp_path / "torch.py").read_text())
     environment = os.environ | {"PYTHONPATH": path}
     result = subprocess.run([sys.executable, *words], env=environment, capture_output=True, text=True, cwd=tmp_path)

@@ -1,4 +1,4 @@
-"""The command line, in processes of its own."""
+"""The command line, in separate processes."""
 
 import errno
 import os
@@ -87,7 +87,7 @@ def test_run_folders_are_new_unless_a_run_is_resumed(tmp_path):
 
 @pytest.mark.slow
 def test_every_script_can_be_imported_alone():
-    """In a process of its own that has imported torch alone."""
+    """In a separate process that has imported only torch."""
     names = [f"scripts.{path.stem}" for path in (REPOSITORY / "scripts").glob("*.py") if path.stem != "__init__"]
     code = f"""
 import importlib, os, torch
@@ -103,7 +103,7 @@ for name in {names}:
 
 
 def sweep(run, capsys, monkeypatch, *arguments: str) -> tuple[int, str]:
-    """`python train.py -m ARGUMENTS` with `run` for its story -> the exit code and stderr."""
+    """Runs `python train.py -m ARGUMENTS` with `run` in place of training; returns the exit code and stderr."""
     monkeypatch.setattr(sys, "argv", [TRAIN, "-m", *arguments])
     try:
         entry_point("train", Train)(run)()
@@ -127,7 +127,7 @@ def test_a_job_that_fails_does_not_end_the_sweep(capsys, monkeypatch):
     arguments = ["seed=1,2,3,4", "model.n_heads=7,2", "hydra.sweeper.max_batch_size=3"]
     code, said = sweep(run, capsys, monkeypatch, *arguments)
     assert code == 2
-    assert seeds == [1, 2, 3, 4]  # those of 7 heads, every other, are refused
+    assert seeds == [1, 2, 3, 4]  # every other job, with 7 heads, is refused
     *lines, last = said.splitlines()
     assert [line.split("(")[0] for line in lines] == [f"error: job {i} " for i in (0, 1, 2, 4, 5, 6)]
     assert "job 1 (seed=1 model.n_heads=2): the loss of step 7 is nan" in lines[1]

@@ -71,7 +71,7 @@ def test_a_list_is_suggested_with_quotes_for_shell_and_hydra(strange, others):
     (pasted,), *one = map(shlex.split, ways)
     assert pasted.startswith("data.paths=[")
     assert value_of(pasted) == items
-    may_be_one = others and not any(item.startswith("'") for item in items)  # no quotes yet that tell it
+    may_be_one = others and not any(item.startswith("'") for item in items)  # no quotes yet that decide it
     assert [value_of(*way) for way in one] == ([[",".join(items)]] if may_be_one else [])
 
 

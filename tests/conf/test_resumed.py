@@ -16,7 +16,7 @@ TRAIN = str(REPOSITORY / "train.py")
 
 @pytest.fixture
 def run(tmp_path) -> Path:
-    """A folder as if a run with settings of its own had saved something there."""
+    """The folder of a run with its own settings and a checkpoint."""
     run = tmp_path / "runs" / "own"
     (run / "checkpoints" / "step_00000001").mkdir(parents=True)
     (run / "checkpoints" / "step_00000001" / "manifest.json").write_text("{}")
@@ -44,7 +44,7 @@ def test_a_resumed_run_keeps_its_settings_except_those_of_its_launch(run):
     ("typed", "name", "value"),
     [
         ("optimizer.lr=0.25", "lr", 0.25),
-        ("optimizer=muon", "name", "muon"),  # a group is as it was chosen
+        ("optimizer=muon", "name", "muon"),  # a chosen group replaces all its settings
     ],
 )
 def test_the_command_line_overrides_the_settings_of_the_run(run, typed, name, value):
@@ -66,7 +66,7 @@ def test_epochs_on_the_command_line_replace_the_steps_of_the_run(run):
 def test_a_damaged_config_is_a_one_line_error(run, text):
     (run / "config.yaml").write_text(text)
     if text.startswith("a"):
-        assert settings(run).name == "inkling"  # nothing in it is a setting
+        assert settings(run).name == "inkling"  # it has no setting
         return
     with pytest.raises(ValueError, match=r"config\.yaml (cannot be read|is damaged)"):
         settings(run)

@@ -190,7 +190,7 @@ NUMBERS, TEXTS = [0, -1, 10**30, math.nan, math.inf, True, "", "word", [1]], [""
 
 
 def groups(cfg, kind: type):
-    """Each dataclass of settings, with the values of its own as they are composed."""
+    """Yields each group's composed values and its dataclass."""
     yield cfg, kind
     for field in fields(kind):
         if is_dataclass(field.type):
@@ -233,8 +233,8 @@ def test_every_extreme_value_of_a_setting_is_in_range_or_refused_by_name(config)
 def test_every_number_has_an_upper_bound():
     def bounded(shape: dict) -> bool:
         parts = [*shape.get("anyOf", []), *(shape[name] for name in ("items", "additionalProperties") if name in shape)]
-        of_its_own = shape.get("type") not in ("integer", "number") or {"maximum", "exclusiveMaximum"} & shape.keys()
-        return bool(of_its_own) and all(bounded(part) for part in parts if isinstance(part, dict))
+        bound = shape.get("type") not in ("integer", "number") or {"maximum", "exclusiveMaximum"} & shape.keys()
+        return bool(bound) and all(bounded(part) for part in parts if isinstance(part, dict))
 
     for schema in SCHEMAS.values():
         shape = TypeAdapter(schema).json_schema()

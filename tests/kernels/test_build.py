@@ -10,7 +10,7 @@ from kernels.decoding import pack_for_decoding
 
 @pytest.fixture
 def tiny(tmp_path, monkeypatch):
-    """load_kernels as at a process's start, for a source that is compiled at once, into an empty folder."""
+    """Runs load_kernels as in a new process, for a source that compiles quickly, with an empty folder."""
     (tmp_path / "kernels").mkdir()
     (tmp_path / "kernels" / "tiny.cpp").write_text("int one() { return 1; }\n")
     monkeypatch.setattr(build, "__file__", str(tmp_path / "kernels" / "build.py"))
@@ -19,7 +19,7 @@ def tiny(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "extensions"))
 
     def load() -> tuple[list[str], list[str]]:
-        """-> what was said, and which libraries torch was given."""
+        """Returns the messages, and the libraries that torch loaded."""
         said, loaded = [], []
         with monkeypatch.context() as patch:
             patch.setattr(torch.ops, "load_library", loaded.append)
@@ -34,7 +34,7 @@ BUILDING = ["building the kernels for this machine, once"]
 
 @needs_compiler
 def test_a_damaged_library_is_rebuilt_and_never_loaded(tiny, tmp_path):
-    """As a power cut or a full disk leaves it; torch would end the process by a bus error."""
+    """As after a power cut or on a full disk; loading it would end the process with a bus error."""
     assert tiny()[0] == BUILDING
     (path,) = (tmp_path / "extensions").iterdir()
     whole = path.read_bytes()
@@ -56,7 +56,7 @@ def test_the_lock_of_a_killed_build_is_not_waited_for(tiny, tmp_path):
 
 @needs_compiler
 def test_a_library_that_does_not_load_here_is_rebuilt_next_to_it(tiny, tmp_path, monkeypatch):
-    """Whole, but from a machine with other libraries, in a home that both share."""
+    """It is complete, but from a machine with other libraries that shares the home folder."""
     tiny()
     (path,) = (tmp_path / "extensions").iterdir()
     content = b"for newer libraries than these"

@@ -25,7 +25,7 @@ def test_the_kernel_multiplies_any_shape_and_each_row_as_if_alone(shape, int8):
     weight = packed.weight if not int8 else packed.weight * packed.scale[: shape[1], None]
     if not int8:
         assert torch.equal(weight, linear.weight)
-    assert packed.panels.shape[0] % 4 == 0  # four are read at once
+    assert packed.panels.shape[0] % 4 == 0  # the kernel reads four at once
     assert packed(torch.zeros(0, shape[0])).shape == (0, shape[1])
     x = torch.randn(FEW_ROWS + 1, shape[0])
     assert torch.equal(packed(x[0]), packed(x[:1])[0])
@@ -50,7 +50,7 @@ def test_the_number_of_threads_changes_no_value():
 @pytest.mark.parametrize("rows", [1, 3, FEW_ROWS, FEW_ROWS + 1])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 def test_int8_weights_are_close_to_the_original_weights(kernels, rows, dtype, monkeypatch):
-    """Within half a step of each row's scale; and the product is that with these bytes."""
+    """Within half a step of each row's scale; and the product is computed with these int8 weights."""
     load_kernels() if kernels else monkeypatch.setattr(build, "loaded", lambda: False)
     linear, x = nn.Linear(48, 33, bias=False), torch.randn(1, rows, 48, dtype=dtype)
     linear.weight.data *= torch.rand(33, 1) + 0.1
@@ -75,7 +75,7 @@ def test_a_row_of_zeros_stays_zero():
 @pytest.mark.parametrize("d", [8, 48, 20, 3])
 @pytest.mark.parametrize("groups", [1, 2, 6])
 def test_attention_of_one_query_equals_the_papers_and_skips_hidden_keys(d, groups):
-    """Keys and values are slices of longer tensors, as a cache has them; what is hidden is NaN. A blind row gives 0."""
+    """Keys and values are slices of longer tensors, as in a cache; hidden ones are NaN. A fully masked row gives 0."""
     load_kernels()
     attend = partial(attention, bias=None, soft_cap=None, dropout_p=0.0, otherwise=fused_attention)
     q, mask = torch.randn(3, 6, 1, d) * 3, torch.rand(3, 1, 1, 50) < 0.6
@@ -83,7 +83,7 @@ def test_attention_of_one_query_equals_the_papers_and_skips_hidden_keys(d, group
     mask[2] = False
     hidden = ~mask[:, :, 0, :, None]
     wide = [x.repeat_interleave(6 // groups, dim=1) for x in (k, v)]
-    for large in (1, 100):  # scores beyond what exp can hold
+    for large in (1, 100):  # scores that overflow exp
         expected, _ = functional.scaled_dot_product_attention(large * q, *wide, mask)
         for one in (k.masked_fill(hidden, torch.nan), torch.where(hidden, 1e4 * q[:, :1], k)):
             y, _ = attend(large * q, one, v.masked_fill(hidden, torch.nan), mask)
@@ -118,7 +118,7 @@ CASES = [
 @needs_compiler
 @pytest.mark.parametrize("arguments", CASES, ids=str)
 def test_a_packed_model_generates_the_same_text(small, arguments):
-    """Logits to 1e-5, tokens equal, for rows of different lengths, past the window, and extended."""
+    """Logits agree to 1e-5 and tokens are equal, for rows of different lengths, beyond the context, and extended."""
     model = small(**arguments).float()
     tokens, rows = torch.randint(17, (3, 30)), [[1, 2, 3, 4, 5], [6], [7, 8]]
     whole, text = model(tokens), [column.tolist() for column in generate(model, rows, 60, overflow="slide")]
@@ -143,7 +143,7 @@ def test_a_packed_model_generates_the_same_text(small, arguments):
 @pytest.mark.parametrize("int8", [False, True], ids=["fp32", "int8"])
 @pytest.mark.parametrize("d_head", range(1, 9))
 def test_heads_may_have_any_width(small, d_head, int8):
-    """Of every position scheme and pairing: a token by the kernels is that of one pass, with a cache and without."""
+    """For every position scheme and pairing, token by token with a cache equals one forward without."""
     even = [{"pairing": "half"}, {"pairing": "interleaved", "qk_norm": True}, {"window": 3, "n_kv_heads": 4}]
     cases = even if d_head % 2 == 0 else []
     for arguments in (*cases, *({"positions": p} for p in ("learned", "sinusoidal", "alibi", "none"))):

@@ -23,7 +23,7 @@ pytestmark = needs_compiler
 
 @pytest.fixture(autouse=True)
 def loaded(monkeypatch):
-    """The kernels, for few rows too."""
+    """Loads the kernels and uses them for few rows, too."""
     build.load_kernels()
     monkeypatch.setattr(training, "MANY_ROWS", 1)
 
@@ -33,7 +33,7 @@ def refused(*_):
 
 
 def leaf(name: str):
-    """A function of the table by kernel, which may leave nothing to another."""
+    """Returns a kernel's function of the table, which fails if it would leave the work to torch."""
     return partial(getattr(training, name), otherwise=refused)
 
 
@@ -42,7 +42,7 @@ def attention(q, k, v):
 
 
 def same(kernel, paper, *inputs, tolerance=1e-5):
-    """Values and gradients of both agree, against the paper's in float64, relative to the largest of each."""
+    """Checks that values and gradients equal the paper's in float64, relative to the largest of each."""
     results = []
     for function, dtype in ((kernel, torch.float32), (paper, torch.float64)):
         leaves = [x.detach().to(dtype).requires_grad_() for x in inputs]
@@ -85,7 +85,7 @@ def test_attention_with_scores_that_overflow_exp():
 
 @pytest.mark.parametrize("first", [1, 50, 101, 199])
 def test_no_query_attends_to_later_keys(first):
-    """Not a bit of its result, nor of a gradient."""
+    """They change no bit of its result or gradients."""
     whole = torch.randn(3, 1, 2, 200, 16)
     other = whole.clone()
     other[..., first:, :] = 100 * torch.randn(3, 1, 2, 200 - first, 16)
@@ -103,7 +103,7 @@ def test_no_query_attends_to_later_keys(first):
 @pytest.mark.parametrize("own_positions", [False, True])
 @pytest.mark.parametrize("d", [2, 6, 10, 16, 32, 70])
 def test_heads_are_normed_and_rotated(d, own_positions, pairing):
-    """Whether they lie in memory as a projection leaves them, (b s h d), or in any other order."""
+    """Whether their memory layout is that of a projection, (b s h d), or any other."""
     weight = torch.randn(d)
     cos, sin = torch.randn(2, *((2, 1, 70, d // 2) if own_positions else (70, d // 2)))
 
@@ -163,7 +163,7 @@ def test_hooks_on_the_matrix_after_the_gates_are_called():
 
 @pytest.mark.parametrize("p", [0.05, 0.5, 0.999])
 def test_dropout_has_the_right_rate_scale_and_gradient(p):
-    """Nothing but zeros and scaled numbers, as many as p says, without a pattern; the same in the gradient."""
+    """Elements are zero with probability p, independently, and scaled otherwise; the gradient has the same mask."""
     n = 100_003
     x = torch.rand(n).add_(0.5).requires_grad_()
     masks = []
@@ -177,7 +177,9 @@ def test_dropout_has_the_right_rate_scale_and_gradient(p):
     one, other = masks
     pairs = [(one, torch.ones(n)), (one, other), (one[1:], other[:-1]), *((one[d:], one[:-d]) for d in (1, 2, 8, 128))]
     for a, b in pairs:
-        assert abs((a * b).sum().item()) < 4.5 * math.sqrt(len(a))  # of sums that are normal with sqrt(n)
+        assert abs((a * b).sum().item()) < 4.5 * math.sqrt(
+            len(a)
+        )  # the sums are normal with standard deviation sqrt(n)
 
 
 def test_dropout_depends_only_on_the_generator():
@@ -193,7 +195,7 @@ def test_dropout_depends_only_on_the_generator():
 
 @pytest.mark.parametrize("shape", [(1, 3, 2), (100, 16, 5), (300, 33, 70), (150, 8, 20000)], ids=str)
 def test_the_loss_equals_that_of_the_model(shape):
-    """In one piece and in several; some targets are ignored, and once all; of a part of the logits, too."""
+    """In one chunk and in several; with no, a third or all targets ignored; with a padded vocabulary."""
     rows, d, vocab = shape
     hidden, head = torch.randn(rows, d), 0.3 * torch.randn(vocab + 3, d)
     targets = torch.randint(vocab, (rows,))
@@ -223,7 +225,7 @@ def test_tied_parameters_get_their_gradient_once_from_each_chunk(monkeypatch):
 
 
 class Largest(TorchDispatchMode):
-    """Remembers the largest tensor that was made."""
+    """Records the size of the largest tensor that an operation returns."""
 
     numel = 0
 
@@ -242,7 +244,7 @@ def test_the_logits_never_exist_all_at_once():
 
 
 def test_the_number_of_threads_changes_no_value():
-    """Bit for bit, and so from run to run."""
+    """Results are equal bit for bit."""
     x, targets, weight = torch.randn(301, 130), torch.randint(301, (301,)), torch.randn(130)
 
     def everything():
@@ -291,7 +293,7 @@ def gradients(model, **batch):
 
 
 def pair(small, **arguments):
-    """A model by torch and the same by kernels."""
+    """Returns a model that computes with torch and a copy that uses the kernels."""
     plain = small(**arguments).float()
     fast = copy.deepcopy(plain)
     fast.use(with_kernels(TORCH))
@@ -299,7 +301,7 @@ def pair(small, **arguments):
 
 
 def test_every_layer_calls_the_kernels(small):
-    """For plain causal text none of the functions is left to another."""
+    """With a plain causal mask none of the functions is left to torch."""
     _, fast = pair(small, qk_norm=True, dropout=0.5, attention_dropout=0.0)
     fast.train()
     used = set()
@@ -348,7 +350,7 @@ def test_copies_pickles_and_extended_models_are_independent(small):
 
 
 def test_other_ways_to_run_a_model_still_work(small):
-    """Collected weights, recomputed activations, and the kernels of generation."""
+    """Collecting weights, recomputing activations, and the kernels for generation."""
     plain, fast = pair(small)
     tokens = torch.randint(17, (4, 30))
     batch = {"tokens": tokens, "targets": tokens}

@@ -191,7 +191,7 @@ def test_generation_ends_soon_after_the_last_row(small):
     assert len(generated(model, rows, 5, stops=range(17))[0]) == 5
 
 
-# --- beyond the context -----------------------------------------------------------------------------------------------
+# --- beyond the context ---------------------------------------------------------------------------------------------
 
 LENGTHS = [(1, 31), (5, 27), (5, 28), (5, 29), (5, 90), (31, 2), (32, 1), (32, 2), (33, 5), (40, 20), (1, 64)]
 
@@ -280,7 +280,7 @@ def test_too_long_a_text_is_refused_with_the_numbers_before_any_work(small, n):
         generate(model, [prompt, [1]], n)
 
 
-# --- sampling --------------------------------------------------------------------------------------------------------
+# --- sampling -------------------------------------------------------------------------------------------------------
 
 
 def chi_square(logits: torch.Tensor, sampling: Sampling, expected: torch.Tensor, counts=None, n=20_000) -> float:

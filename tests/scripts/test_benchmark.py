@@ -27,15 +27,15 @@ def test_the_data_benchmark_measures_both_sides(monkeypatch):
 
 
 def test_the_generation_benchmark_compares_equal_weights(monkeypatch, capsys):
-    """In miniature, and without compiling: all contestants run, and ours writes what Hugging Face's writes."""
+    """Tiny models, not compiled: all candidates run, and ours generates the same text as Hugging Face's."""
     shape = {"d_model": 32, "n_layers": 2, "n_heads": 2, "d_ff": 48, "tied": True}
     monkeypatch.setattr(generate, "SHAPE", shape)
     monkeypatch.setattr(generate, "VOCABULARY", 64)
     monkeypatch.setattr(generate, "compile_step", lambda model, rows, warn: next_logits)
     results = generate.generation(new_tokens=8, batch=3, far=130, rounds=1, threads=1, device="cpu", peer=None)
     single, position, memory, batch, memory_of_batch = results
-    contestants = ["inkling, compiled", "inkling", "inkling int8, compiled", "inkling int8", "Hugging Face"]
-    assert list(single["measured"]) == list(batch["measured"]) == contestants
+    candidates = ["inkling, compiled", "inkling", "inkling int8, compiled", "inkling int8", "Hugging Face"]
+    assert list(single["measured"]) == list(batch["measured"]) == candidates
     assert list(position["measured"])[:2] == ["inkling, position 100", "inkling, position 130"]
     assert list(memory["measured"]) == list(memory_of_batch["measured"])
     assert all(value > 0 for table in results for values in table["measured"].values() for value in values)
@@ -45,14 +45,16 @@ def test_the_generation_benchmark_compares_equal_weights(monkeypatch, capsys):
 
 
 def test_the_training_benchmark_measures_every_model(capsys, monkeypatch):
-    """In miniature, and without compiling; Hugging Face's best has a table of its own."""
+    """Tiny models, not compiled; the comparison with Hugging Face's best has its own table."""
     monkeypatch.setattr(torch, "compile", lambda model, **_: model)
     monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **_: None)
     shape = {"d_model": 32, "n_layers": 2, "n_heads": 2, "vocabulary": 17, "rows": 4, "seq_len": 32}
     speed, best, work, _, memory = training("small", shape, rounds=1, seconds=0.01, device="cpu", peer=None)
     names = ["Hugging Face, fp32, eager", "inkling, fp32, eager", "inkling, fp32, kernels"]
     assert set(names) <= set(speed["measured"]) == set(best["measured"]) == set(memory["measured"])
-    assert all(value > 0 for table in (speed, work, memory) for some in table["measured"].values() for value in some)
+    assert all(
+        value > 0 for table in (speed, work, memory) for values in table["measured"].values() for value in values
+    )
     assert "times Hugging Face" in capsys.readouterr().out
 
 

@@ -100,18 +100,18 @@ def test_the_batch_size_changes_no_text(writer, cfg, batch, capsys):
 
 @pytest.mark.parametrize("setting", ["num_samples=1000000000", "best_of=1000000000"])
 def test_samples_beyond_a_batch_are_generated_one_batch_after_another(writer, cfg, setting, capsys, monkeypatch):
-    written, write = [], writer.write
+    batches, write = [], writer.write
 
-    def some(cfg, prompts, seeds, **options):
-        if len(written) == 3:
+    def three_batches(cfg, prompts, seeds, **options):
+        if len(batches) == 3:
             raise KeyboardInterrupt
-        written.append(seeds)
+        batches.append(seeds)
         yield from write(cfg, prompts, seeds, **options)
 
-    monkeypatch.setattr(writer, "write", some)
+    monkeypatch.setattr(writer, "write", three_batches)
     with pytest.raises(KeyboardInterrupt):
         write_samples(writer, cfg(setting, "batch=2", "max_new_tokens=2"), "ab")
-    assert written == [range(2), range(2, 4), range(4, 6)]
+    assert batches == [range(2), range(2, 4), range(4, 6)]
     assert capsys.readouterr().out.count("ab") == (6 if "num" in setting else 1)
 
 
@@ -123,7 +123,7 @@ def test_a_batch_too_large_for_memory_is_refused_before_any_work(writer, cfg, mo
 
 
 def test_text_is_printed_while_it_is_generated(writer, cfg, monkeypatch):
-    """Each character is there before the next is drawn."""
+    """Each character is printed before the next is sampled."""
     seen = []
     monkeypatch.setattr("builtins.print", lambda text="", **options: seen.append((text, options.get("flush"))))
     write_samples(writer, cfg("temperature=0", "num_samples=1"), "a")
@@ -184,7 +184,7 @@ def test_a_diverged_model_is_reported(writer, cfg, model):
 
 @pytest.mark.parametrize(("stream", "stop", "reads"), [(True, [], 19), (False, ["never"], 19), (False, [], 2)])
 def test_the_host_reads_each_token_only_when_text_is_streamed(writer, cfg, monkeypatch, stream, stop, reads):
-    """After the first token; else at 16 at once."""
+    """After the first token; otherwise it reads 16 tokens at once."""
     looks, tolist = [], torch.Tensor.tolist
     writing = writer.write(cfg(f"stop={stop}", "temperature=0"), [[1], [2, 3]], [0, 1], stream=stream)
     next(writing)
@@ -235,7 +235,7 @@ def test_senseless_settings_are_refused(cfg, overrides, message):
         cfg(*overrides)
 
 
-# --- a prompt a line ------------------------------------------------------------------------------------------------
+# --- one prompt per line --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -297,7 +297,7 @@ def test_a_file_without_prompts_is_refused(folder, tmp_path):
     assert result.returncode == 2
 
 
-# --- a prompt again and again ---------------------------------------------------------------------------------------
+# --- interactive prompts --------------------------------------------------------------------------------------------
 
 
 def converse(writer, cfg, monkeypatch, *lines):
@@ -342,7 +342,7 @@ def test_settings_can_be_changed_in_a_chat_and_mistakes_change_nothing(writer, c
 
 
 def test_ctrl_c_ends_the_generation_and_keeps_its_text(writer, cfg, model, monkeypatch, capsys):
-    """What was held back, as the beginning of a stop string, too."""
+    """Including text that was held back as a possible start of a stop string."""
     written, expected = writer._write, text_of(alone(model, "ab", 0, n=7))
 
     def interrupted(*arguments):
@@ -400,7 +400,7 @@ def test_ctrl_c_ends_the_command_and_prints_the_text_so_far(folder):
     whole = (began + out).decode(errors="replace")
     assert process.returncode == 130
     assert whole.startswith("--- 1 of 2\nTo be")
-    assert "\n--- 2 of 2\nTo be" in whole  # what the other has so far
+    assert "\n--- 2 of 2\nTo be" in whole  # the second sample's text so far
     assert whole.endswith("\n")
     assert "seed 0" in errors.decode()
     assert "Traceback" not in errors.decode()

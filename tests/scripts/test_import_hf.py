@@ -1,4 +1,4 @@
-"""Models of others: Llamas with random weights, and one that was trained elsewhere."""
+"""Importing Llamas: with random weights, and a published one that was trained."""
 
 import json
 import os
@@ -28,7 +28,7 @@ SHAPE = {
 
 @pytest.fixture
 def llama(tmp_path, llama_tokenizer):
-    """Makes a Llama in the Hugging Face layout, and gives its folder and transformers' model."""
+    """Saves a Llama in the Hugging Face layout; returns its folder and transformers' model."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     def make(saving=None, **config):
@@ -102,7 +102,7 @@ def test_older_names_in_config_json_are_understood(llama, tmp_path):
 
 
 LONG = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64}
-SAID = {  # what config.json says, and how an import may refuse it; None: it must not
+CONFIGS = {  # changes of config.json, and the error of an import (None: it is imported)
     "yarn's length beside": ({"rope_parameters": without(LONG, LENGTH), LENGTH: 64}, None),
     "yarn's length beside, another in it": ({"rope_parameters": LONG | {LENGTH: 16}, LENGTH: 64}, None),
     "yarn's length nowhere": ({"rope_parameters": without(LONG, LENGTH)}, None),
@@ -151,12 +151,12 @@ SAID = {  # what config.json says, and how an import may refuse it; None: it mus
 }
 
 
-@pytest.mark.parametrize("said", SAID)
+@pytest.mark.parametrize("said", CONFIGS)
 def test_config_json_is_read_as_transformers_does_or_refused_by_name(llama, tmp_path, said):
-    """With heads wide enough that the pairs of a YaRN differ."""
+    """Heads are wide enough for YaRN's pairs to differ."""
     from transformers import LlamaForCausalLM
 
-    changes, refusal = SAID[said]
+    changes, refusal = CONFIGS[said]
     shape = {"hidden_size": 128, "num_attention_heads": 2, "intermediate_size": 32, "num_hidden_layers": 1}
     folder, _ = llama(**shape, max_position_embeddings=128, rms_norm_eps=1e-6)
     config = json.loads((folder / "config.json").read_text()) | changes
@@ -173,7 +173,7 @@ def test_config_json_is_read_as_transformers_does_or_refused_by_name(llama, tmp_
 
 
 def test_an_untied_head_stays_untied(llama, tmp_path):
-    """transformers 5 takes it, 4 dropped it: the file contradicts itself."""
+    """tie_word_embeddings contradicts an lm_head of other values: transformers 5 uses it, 4 dropped it."""
     folder, theirs = llama(tie_word_embeddings=True)
     embedding = theirs.get_input_embeddings().weight.detach()
     weights(**{"lm_head.weight": embedding + 1})(folder)
@@ -399,7 +399,7 @@ def test_it_generates_its_story_in_a_batch_with_other_prompts(stories):
 
 
 def test_it_generates_its_story_next_to_a_longer_prompt(stories):
-    """The shorter row is padded on the left, with positions of its own."""
+    """The shorter row is padded on the left and has its own positions."""
     _, model, expected = stories
     n, b = 8, 2
     tokens = torch.tensor([[7] * (n - 1) + expected[:1], expected[100 : 100 + n]])

@@ -11,7 +11,7 @@ from scripts import main
 
 
 def inkling(monkeypatch, capsys, *arguments: str) -> tuple[int, str, str]:
-    """The exit code, stdout and stderr."""
+    """Returns the exit code, stdout and stderr."""
     monkeypatch.setattr(sys, "argv", ["inkling", *arguments])
     try:
         main.main()

@@ -1,4 +1,4 @@
-"""What scripts.runs says of run folders that a test can write by hand."""
+"""scripts.runs, on run folders that the tests write themselves."""
 
 import json
 import os
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture
 def make(tmp_path):
-    """Writes a run folder: a row of losses a step, validation losses from `validation`."""
+    """Writes a run folder: one row of metrics per step, validation losses from `validation`."""
 
     def write(name: str, seed: int, losses: list[float], validation: dict[int, float], steps: int = 3):
         folder = tmp_path / "runs" / name
@@ -29,7 +29,7 @@ def make(tmp_path):
                 if step in validation:
                     row |= {"val_loss": validation[step], "val_bpb": validation[step] / 2}
                 file.write(json.dumps(row) + "\n")
-            file.write('{"step": 4, "lo')  # killed
+            file.write('{"step": 4, "lo')  # the run was killed while it wrote this line
         return folder
 
     return write
@@ -66,8 +66,8 @@ def test_the_list_compares_the_best_checkpoint_with_the_last(make, small, tmp_pa
             folder = run / "checkpoints" / f"step_{step:08}"
             folder.mkdir(parents=True)
             about = {"arguments": checkpoint.arguments_of(small(17)), "step": step, "seq_len": 8, "precision": "fp32"}
-            figures = {} if loss is None else {"val_loss": 9.0, "compared_loss": loss}
-            (folder / "model.json").write_text(json.dumps(about | figures))
+            metrics = {} if loss is None else {"val_loss": 9.0, "compared_loss": loss}
+            (folder / "model.json").write_text(json.dumps(about | metrics))
             manifest = {"format": checkpoint.FORMAT, "files": {"model.json": checkpoint._facts(folder / "model.json")}}
             (folder / "manifest.json").write_text(json.dumps(manifest))
     (tmp_path / "runs" / "down" / "checkpoints" / "step_00000003").mkdir()  # damaged
@@ -92,9 +92,9 @@ def test_comparing_shows_different_settings_and_the_last_metrics(make):
     make("b", 2, [3.5, 2.5], {1: 2.0})
     result = command("-m", "scripts.runs", "compare", "runs=[runs/a,runs/b]")
     assert result.returncode == 0, result.stderr
-    settings, figures = result.stdout.strip().split("\n\n")
+    settings, metrics = result.stdout.strip().split("\n\n")
     assert table(settings) == [["setting", "a", "b"], ["seed", "1", "2"], ["model.d_model", "16", "32"]]
-    lines = {" ".join(line[:-2]): line[-2:] for line in table(figures)}
+    lines = {" ".join(line[:-2]): line[-2:] for line in table(metrics)}
     assert lines["loss"] == ["1", "2.5"] and lines["step"] == ["3", "2"] and lines["seconds"] == ["1.5", "1"]
     assert lines["val_loss"] == ["2.25", "2"]
     assert lines["best val_loss"] == ["2.25", "2"] and lines["at step"] == ["2", "1"]
