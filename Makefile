@@ -29,7 +29,7 @@ lint: $(VENV)/test.stamp
 clean:
 	rm -rf $(VENV) inkling_lm.egg-info
 
-# Installed once, and again when what to install has changed. requirements.lock pins every version.
+# Runs once, and again if the dependencies have changed. requirements.lock pins every version.
 $(VENV)/train.stamp: requirements.lock pyproject.toml | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --config-settings editable_mode=compat -c requirements.lock -e .
 	touch $@

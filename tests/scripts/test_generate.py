@@ -270,10 +270,10 @@ def test_an_invalid_line_is_refused_before_any_work(cfg, model, capsys):
 
 
 def test_ctrl_c_keeps_the_text_generated_for_the_batch(writer, cfg, monkeypatch, capsys):
-    written = writer._write
+    original = writer._write
 
     def interrupted(*arguments):
-        for i, rows in enumerate(written(*arguments)):
+        for i, rows in enumerate(original(*arguments)):
             yield rows
             if i == 1:
                 raise KeyboardInterrupt
@@ -343,10 +343,10 @@ def test_settings_can_be_changed_in_a_chat_and_mistakes_change_nothing(writer, c
 
 def test_ctrl_c_ends_the_generation_and_keeps_its_text(writer, cfg, model, monkeypatch, capsys):
     """Including text that was held back as a possible start of a stop string."""
-    written, expected = writer._write, text_of(alone(model, "ab", 0, n=7))
+    original, expected = writer._write, text_of(alone(model, "ab", 0, n=7))
 
     def interrupted(*arguments):
-        for i, rows in enumerate(written(*arguments)):
+        for i, rows in enumerate(original(*arguments)):
             yield rows
             if i == 6:
                 raise KeyboardInterrupt
