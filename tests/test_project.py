@@ -1,4 +1,4 @@
-"""Files that GitHub reads: workflows, templates, hooks, citation."""
+"""Files that GitHub reads: workflows, templates, hooks, citation; and the length of test names."""
 
 import re
 import tomllib
@@ -55,3 +55,13 @@ def test_the_hooks_use_the_locked_version_of_ruff():
 def test_the_citation_has_the_version_and_license_of_the_project():
     citation = read("CITATION.cff")
     assert (citation["version"], citation["license"]) == (PROJECT["version"], PROJECT["license"])
+
+
+def test_names_of_tests_have_at_most_70_letters():
+    names = [
+        name
+        for path in (REPOSITORY / "tests").rglob("test_*.py")
+        for name in re.findall(r"^(?:async )?def test_(\w+)", path.read_text(encoding="utf-8"), re.MULTILINE)
+    ]
+    assert len(names) > 500
+    assert not [name for name in names if len(name) > 70]

@@ -1,4 +1,4 @@
-"""Keys and values are kept, and a new token costs one row: if its position and its mask are right."""
+"""Keys and values are cached, so a new token costs one row, if its position and its mask are right."""
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ EXACT = 1e-5  # float64, but RoPE's table is float32
 def lesson() -> Lesson:
     with seeded(0):
         model = GPT(17, ModelConfig(**SHAPE)).double()
-        for parameter in model.parameters():  # larger than at the beginning, so that positions matter
+        for parameter in model.parameters():  # larger than at initialization, so that positions matter
             parameter.mul_(2)
         tokens = torch.randint(model.vocab_size, (2, LENGTH))
     whole = model(tokens)
@@ -31,60 +31,64 @@ def lesson() -> Lesson:
             {"position": position, "slots": cache.length, "difference": difference(logits[:, 0], whole[:, position])}
         )
 
-    def behind_prompt(offset) -> float:
-        """Prompt first, then each token at the position that `offset(place)` says: the difference from the whole."""
+    def after_prompt(offset) -> float:
+        """Prompt first, then each token at position `offset(place)`: largest difference from one forward pass."""
         return difference(_continued(model, tokens, offset), whole[:, PROMPT:])
 
     ways = {
-        "right: where the cache ends": behind_prompt(lambda place: place),
-        f"prompt and all {SHIFT} further": difference(model(tokens, torch.arange(LENGTH) + SHIFT), whole),
-        "one too far": behind_prompt(lambda place: place + 1),
-        "one too near": behind_prompt(lambda place: place - 1),
-        "always 0": behind_prompt(lambda place: 0),
-        "right, kernel's own causal flag": difference(_top_left(model, tokens), whole[:, PROMPT:]),
+        "correct: the length of the cache": after_prompt(lambda place: place),
+        f"prompt and new tokens {SHIFT} too far": difference(model(tokens, torch.arange(LENGTH) + SHIFT), whole),
+        "new tokens 1 too far": after_prompt(lambda place: place + 1),
+        "new tokens 1 too near": after_prompt(lambda place: place - 1),
+        "new tokens always at 0": after_prompt(lambda place: 0),
+        "correct, but the kernel's causal flag": difference(_top_left(model, tokens), whole[:, PROMPT:]),
     }
     q, k, v = torch.ones(1, 1, 1, 4), torch.ones(1, 1, LENGTH, 4), torch.eye(LENGTH).view(1, 1, LENGTH, LENGTH)
     numbers = {
         "fed": fed,
         "ways": ways,
-        # of one query, all keys alike; the values are the unit vectors, so that what is read are the weights
+        # one query, equal keys; the values are unit vectors, so the output is the weights
         "flag": F.scaled_dot_product_attention(q, k, v, is_causal=True).flatten().tolist(),
         "mask": F.scaled_dot_product_attention(q, k, v).flatten().tolist(),
     }
-    table = [[f"{PROMPT} tokens read, {LENGTH - PROMPT} fed one by one", "logits off by"]]
+    table = [[f"position, {PROMPT} tokens and {LENGTH - PROMPT} one by one", "error of logits"]]
     table += [[way, "0" if off < EXACT else f"{off:.3f}"] for way, off in ways.items()]
     right, together, far, near, zero, flag = ways.values()
     claims = [
         (
             max(step["difference"] for step in fed) < EXACT,
-            f"fed one by one into a cache, {LENGTH} tokens give the logits of one forward",
+            f"fed one by one into a cache, {LENGTH} tokens give the logits of one forward pass",
         ),
         (
             [step["position"] for step in fed] == list(range(LENGTH)),
-            f"each stands where the cache ends: positions 0 .. {LENGTH - 1}, though every forward gets one token",
+            f"the length of the cache is the position of each: 0 .. {LENGTH - 1}, though every pass gets a single "
+            "token",
         ),
-        (right < EXACT, "so do a prompt read at once and tokens behind it"),
-        (together < EXACT, "RoPE sees distances only: an offset that all share, the prompt too, changes nothing"),
+        (right < EXACT, "a prompt in one pass and then single tokens give them, too"),
+        (
+            together < EXACT,
+            "RoPE sees distances only: an offset shared by all tokens, prompt included, changes nothing",
+        ),
         (
             min(far, near) > 0.01,
-            f"an offset of one for new tokens alone changes logits by up to {max(far, near):.3f}; nothing complains",
+            f"an offset of one for new tokens alone changes logits by up to {max(far, near):.3f}, without an error",
         ),
-        (zero > 0.01, f"so does a position that starts over at each token: {zero:.3f}"),
+        (zero > 0.01, f"so does position 0 for every new token: {zero:.3f}"),
         (
             numbers["flag"][0] == 1 and max(numbers["flag"][1:]) == 0,
-            f"the kernel's causal flag is aligned to the top left: one query with {LENGTH} keys sees key 0 alone",
+            f"the kernel's causal flag is aligned to the top left: one query with {LENGTH} keys sees only key 0",
         ),
         (
             max(abs(weight - 1 / LENGTH) for weight in numbers["mask"]) < 1e-6,
-            "where it should see all of them: with a cache, the mask is made from slots",
+            "it should see all of them: with a cache, the mask is computed from the slots",
         ),
-        (flag > 0.01, f"in the model that changes logits by {flag:.3f}"),
+        (flag > 0.01, f"in the model, the flag changes logits by {flag:.3f}"),
     ]
     return Lesson(numbers, [table], claims)
 
 
 def _continued(model: GPT, tokens: Tensor, offset) -> Tensor:
-    """Logits (b, LENGTH - PROMPT, vocab) of the tokens behind the prompt, fed one by one."""
+    """Logits (b, LENGTH - PROMPT, vocab) of the tokens after the prompt, fed one by one."""
     cache = model.new_cache()
     model(tokens[:, :PROMPT], cache=cache)
     places = range(PROMPT, LENGTH)
@@ -93,7 +97,7 @@ def _continued(model: GPT, tokens: Tensor, offset) -> Tensor:
 
 
 def _top_left(model: GPT, tokens: Tensor) -> Tensor:
-    """The same, at the right positions, but with torch's flag in place of the mask."""
+    """The same, at the right positions, but with torch's flag instead of the mask."""
 
     def attend(i, own, q, k, v, mask, *others):
         return own(q, k, v, None, *others)
@@ -107,4 +111,4 @@ def draw(numbers: dict, figure):
     bars = axes.barh(list(numbers["ways"]), list(numbers["ways"].values()))
     axes.bar_label(bars, fmt="%.2f", padding=3)
     axes.invert_yaxis()
-    axes.set(xlabel="largest difference in a logit from one forward of all tokens")
+    axes.set(xlabel="largest difference in a logit from one forward pass of all tokens")

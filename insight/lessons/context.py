@@ -1,4 +1,4 @@
-"""One word in two sentences: the same vector before the first block, another one after it."""
+"""One word in two sentences: the same vector before the first block, different ones after it."""
 
 import torch
 from torch import Tensor
@@ -34,27 +34,28 @@ def lesson() -> Lesson:
     }
     places = ["before the first block", *(f"after block {i + 1}" for i in range(N_LAYERS))]
     columns = zip(places, numbers["difference"], numbers["cosine"], numbers["told apart"], strict=True)
-    table = [[f'"{WORD}"', "largest difference", "cosine", "sense told apart"]]
+    table = [[f'"{WORD}"', "largest difference", "cosine", "sense right"]]
     table += [[place, f"{off:.3f}", f"{alike:.3f}", f"{100 * share:.1f} %"] for place, off, alike, share in columns]
     off, cosine, share = numbers["difference"], numbers["cosine"], numbers["told apart"]
     claims = [
         (
             off[0] == 0 and len(set(numbers["places"])) == 1,
-            f'before the first block "{WORD}" is one vector, whatever stands around it: static',
+            f'before the first block "{WORD}" is the same vector in any sentence: static',
         ),
-        (min(off[1:]) > 0, "after it there are two, one a sentence: contextual"),
+        (min(off[1:]) > 0, "after it there are two, one for each sentence: contextual"),
         (
             cosine[0] > 0.999 > cosine[1] and cosine == sorted(cosine, reverse=True),
-            f"each block mixes more of the sentence in: the cosine falls to {cosine[-1]:.3f}",
+            f"each block mixes in more of the sentence: the cosine falls to {cosine[-1]:.3f}",
         ),
         (
             abs(share[0] - 0.5) < 1e-9,
-            f"a straight cut through static vectors gives {100 * share[0]:.0f} % of sentences the right sense: chance",
+            f"a linear classifier of static vectors gets the sense right in {100 * share[0]:.0f} % of sentences: "
+            "chance",
         ),
         (
             share[1] > 0.95 and min(share[2:]) > 0.8,
-            f"through contextual ones, after one block of random weights, {100 * share[1]:.0f} %: what stands "
-            "around a word is in its vector from the start, training decides what of it matters",
+            f"of contextual ones, after one block of random weights, in {100 * share[1]:.0f} %: the sentence is in the "
+            "vector of a word from the start, and training decides what of it matters",
         ),
     ]
     return Lesson(numbers, [table], claims)
@@ -69,7 +70,7 @@ def stream(model: GPT, tokens: Tensor) -> list[Tensor]:
 
 
 def _sentence(ids: dict[str, int], topic: list[str]) -> Tensor:
-    """LENGTH words of any kind, two of the topic, the word at last."""
+    """LENGTH words: common ones, two of the topic, and the word last."""
     words = [EITHER[i] for i in torch.randint(len(EITHER), (LENGTH - 1,))]
     for place in torch.randperm(LENGTH - 1)[:2]:
         words[place] = topic[torch.randint(len(topic), ())]
@@ -77,9 +78,9 @@ def _sentence(ids: dict[str, int], topic: list[str]) -> Tensor:
 
 
 def told_apart(one: Tensor, other: Tensor) -> float:
-    """The share of vectors (n d) on the right side of the best straight cut between the two kinds.
+    """Accuracy of a linear classifier of two kinds of vectors (n d).
 
-    The cut is fitted, by least squares, to the first half of each kind; the share is that of the second half.
+    It is fitted by least squares to the first half of each kind and evaluated on the second half.
     """
     half = len(one) // 2
     sides = torch.cat([torch.ones(half), -torch.ones(half)]).double()
@@ -95,7 +96,7 @@ def draw(numbers: dict, figure):
     axes = figure.subplots()
     places = range(len(numbers["cosine"]))
     axes.plot(places, numbers["cosine"], "o-", label=f'cosine of the two "{WORD}"')
-    axes.plot(places, numbers["told apart"], "o-", label="senses told apart, share")
+    axes.plot(places, numbers["told apart"], "o-", label="sense right, share")
     axes.set_xticks(places, ["before", *(f"block {i}" for i in places[1:])])
     axes.set(ylim=(0, 1.05))
     axes.legend()

@@ -1,4 +1,4 @@
-"""What attention costs as the text grows, with a cache and without, and beside recurrence and convolution."""
+"""The cost of attention as the text grows, with and without a cache, compared with recurrence and convolution."""
 
 import time
 from collections.abc import Callable
@@ -15,8 +15,8 @@ from model.ops import MATH, fused_attention, math_attention
 
 LENGTHS = [256, 512, 1024, 2048, 4096]
 D_HEAD = 64
-WRITER = {"d_model": 64, "n_layers": 2, "n_heads": 4, "d_ff": 192, "max_seq_len": 4096}
-BEHIND = [256, 512, 1024, 2048]  # tokens read before the one that is timed
+MODEL = {"d_model": 64, "n_layers": 2, "n_heads": 4, "d_ff": 192, "max_seq_len": 4096}
+CONTEXTS = [256, 512, 1024, 2048]  # tokens before the one that is timed
 D_LAYER, KERNEL = 8, 3
 SEQUENCES = [16, 32, 64, 128]
 ROUNDS = 2
@@ -32,12 +32,12 @@ def lesson() -> Lesson:
     powers = [one[f"{what} exponent"] for one in attention.values() for what in ("ms", "MiB")]
     growth.append(["grows as T to the power", *(f"{power:.2f}" for power in powers)])
 
-    writing = [["a new token behind", *(f"{name} cache, ms" for name in token)]]
-    writing += [[str(n), *(f"{one['ms'][i]:.2f}" for one in token.values())] for i, n in enumerate(BEHIND)]
-    writing.append(["grows as T to the power", *(f"{one['exponent']:.2f}" for one in token.values())])
+    per_token = [["a new token after", *(f"{name} cache, ms" for name in token)]]
+    per_token += [[str(n), *(f"{one['ms'][i]:.2f}" for one in token.values())] for i, n in enumerate(CONTEXTS)]
+    per_token.append(["grows as T to the power", *(f"{one['exponent']:.2f}" for one in token.values())])
 
     n = SEQUENCES[-1]
-    beside = [
+    compared = [
         [
             f"layer, {n} tokens",
             "products in a row",
@@ -50,36 +50,38 @@ def lesson() -> Lesson:
     ]
     for name, one in layers.items():
         cells = [one["chain"][-1], one["seen"], one["layers"], one["path"], f"{one['flops'][-1]:,}"]
-        beside.append([name, *map(str, cells), f"{one['flops exponent']:.2f}"])
-    return Lesson(numbers, [growth, writing, beside], _claims(attention, token, layers))
+        compared.append([name, *map(str, cells), f"{one['flops exponent']:.2f}"])
+    return Lesson(numbers, [growth, per_token, compared], _claims(attention, token, layers))
 
 
 def _claims(attention: dict, token: dict, layers: dict) -> list[tuple[bool, str]]:
-    written, fused = attention.values()
+    math, fused = attention.values()
     without, cached = token.values()
     recurrent, convolution, attending = layers.values()
     n = SEQUENCES[-1]
     return [
         (
-            1.4 < written["ms exponent"] < 2.6 and 1.4 < fused["ms exponent"] < 2.6,
+            1.4 < math["ms exponent"] < 2.6 and 1.4 < fused["ms exponent"] < 2.6,
             "the time of attention grows about as the square of T",
         ),
         (
-            abs(written["MiB exponent"] - 2) < 0.15,
-            "so does the memory that it keeps for the backward pass, written out: it holds the square of weights",
+            abs(math["MiB exponent"] - 2) < 0.15,
+            "so does the memory that plain math keeps for the backward pass: it stores the T x T weights",
         ),
-        (abs(fused["MiB exponent"] - 1) < 0.15, "the fused kernel never holds the square: its memory grows as T"),
+        (abs(fused["MiB exponent"] - 1) < 0.15, "the fused kernel never stores them: its memory grows as T"),
         (
-            written["ms"][-1] > fused["ms"][-1],
-            f"and it is faster: at {LENGTHS[-1]} tokens {written['ms'][-1] / fused['ms'][-1]:.1f} times",
+            math["ms"][-1] > fused["ms"][-1],
+            f"and it is {math['ms'][-1] / fused['ms'][-1]:.1f} times as fast at {LENGTHS[-1]} tokens",
         ),
         (
             without["exponent"] > 0.6 > 0.4 > cached["exponent"],
-            "without a cache a new token costs in proportion to what stands before it, with one hardly more",
+            "without a cache a new token costs in proportion to the tokens before it, with one it hardly depends "
+            "on them",
         ),
         (
             without["ms"][-1] > 3 * cached["ms"][-1],
-            f"behind {BEHIND[-1]} tokens it is {without['ms'][-1] / cached['ms'][-1]:.0f} times faster with the cache",
+            f"after {CONTEXTS[-1]} tokens it is {without['ms'][-1] / cached['ms'][-1]:.0f} times as fast with the "
+            "cache",
         ),
         (
             recurrent["chain"] == SEQUENCES,
@@ -96,28 +98,28 @@ def _claims(attention: dict, token: dict, layers: dict) -> list[tuple[bool, str]
         (recurrent["seen"] == attending["seen"] == n, "in one layer of the others a gradient reaches every input"),
         (
             recurrent["path"] == n and attending["path"] == attending["chain"][0],
-            f"from the first token to the last recurrence takes {recurrent['path']} products, convolution "
+            f"from the first token to the last, recurrence takes {recurrent['path']} products, convolution "
             f"{convolution['path']}, attention {attending['path']}",
         ),
         (
             recurrent["gradient"] < 1e-6 < 1e-2 < attending["gradient"],
-            f"on the long way the gradient is lost: of the last input's, the first gets {recurrent['gradient']:.0e} in "
-            f"recurrence, {attending['gradient']:.0e} in attention",
+            f"over many products the gradient vanishes: the first input gets {recurrent['gradient']:.0e} of the last "
+            f"input's in recurrence, {attending['gradient']:.0e} in attention",
         ),
         (
             attending["flops exponent"] > 1.5 > 1.1 > max(recurrent["flops exponent"], convolution["flops exponent"]),
-            "the price: attention's FLOPs go towards the square of n, the others' grow as n",
+            "the price: the FLOPs of attention approach the square of n, those of the others grow as n",
         ),
     ]
 
 
-# --- attention, written out and fused -------------------------------------------------------------------------------
+# --- attention as plain math, and fused -------------------------------------------------------------------------------
 
 
 def _attention() -> dict:
     """One head of width D_HEAD, causal: milliseconds of a forward, MiB kept for the backward pass."""
     found = {}
-    for name, attend in (("written", math_attention), ("fused", fused_attention)):
+    for name, attend in (("math", math_attention), ("fused", fused_attention)):
         ms, mib = [], []
         for T in LENGTHS:
             q, k, v = (torch.randn(1, 1, T, D_HEAD) for _ in range(3))
@@ -135,7 +137,7 @@ def _attention() -> dict:
 
 
 def _milliseconds(work: Callable[[], object], prepare: Callable[[], object] = lambda: None) -> float:
-    """Of the processor, the least of some rounds after one for nothing: other programs on the machine do not count."""
+    """Processor time, the least of ROUNDS after one to warm up: other programs on the machine do not count."""
     times = []
     for _ in range(ROUNDS + 1):
         prepare()
@@ -155,21 +157,21 @@ def _kept(work: Callable[[], object]) -> int:
         return x
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-        result = work()  # held till all is counted, so that no memory is used twice
+        result = work()  # kept until all is counted, so that no memory is reused
     del result
     return sum(memories.values())
 
 
-# --- a token more, with a cache and without -------------------------------------------------------------------------
+# --- one more token, with and without a cache -------------------------------------------------------------------------
 
 
 @torch.no_grad()
 def _token() -> dict:
     with seeded(0):
-        model = GPT(64, ModelConfig(**WRITER))
-        tokens = torch.randint(model.vocab_size, (1, BEHIND[-1] + 1))
+        model = GPT(64, ModelConfig(**MODEL))
+        tokens = torch.randint(model.vocab_size, (1, CONTEXTS[-1] + 1))
     found = {"without": [], "with a": []}
-    for n in BEHIND:
+    for n in CONTEXTS:
         found["without"].append(_milliseconds(lambda n=n: model(tokens[:, : n + 1], at=torch.tensor([n]))))
         cache = model.new_cache()
         model(tokens[:, :n], cache=cache)
@@ -180,7 +182,7 @@ def _token() -> dict:
                 prepare=lambda n=n, cache=cache: cache.set_lengths([n]),
             )
         )
-    return {name: {"ms": ms, "exponent": exponent(BEHIND, ms)} for name, ms in found.items()}
+    return {name: {"ms": ms, "exponent": exponent(CONTEXTS, ms)} for name, ms in found.items()}
 
 
 # --- recurrence, convolution, attention -----------------------------------------------------------------------------
@@ -201,7 +203,7 @@ def convolution(x: Tensor, w: Tensor) -> Tensor:
 
 
 def _layers() -> dict:
-    """Three layers (n d) -> (n d) that are causal, with random weights, measured alike."""
+    """Three layers (n d) -> (n d) that are causal, with random weights, measured in the same way."""
     bound = D_LAYER**-0.5  # of torch.nn.RNN's initial weights
     with seeded(0):
         w, u, w_conv = (
@@ -281,9 +283,9 @@ def draw(numbers: dict, figure):
         axes.set(xscale="log", yscale="log", xlabel="T", title=f"attention, {what}")
         axes.set_xticks(LENGTHS, LENGTHS)
     for name, one in numbers["token"].items():
-        panels[2].plot(BEHIND, one["ms"], "o-", label=f"{name} cache, as T^{one['exponent']:.2f}")
+        panels[2].plot(CONTEXTS, one["ms"], "o-", label=f"{name} cache, as T^{one['exponent']:.2f}")
     panels[2].set(xscale="log", yscale="log", xlabel="tokens before", title="a new token, ms")
-    panels[2].set_xticks(BEHIND, BEHIND)
+    panels[2].set_xticks(CONTEXTS, CONTEXTS)
     for axes in panels:
         axes.xaxis.minorticks_off()
         axes.legend(fontsize="small")

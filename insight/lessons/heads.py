@@ -1,4 +1,4 @@
-"""Several heads at the width of one: what they cost, what they lose, what they are for."""
+"""Several heads that share the width of one: what they cost, what they lose and why they help."""
 
 import torch
 from torch import Tensor, nn
@@ -12,12 +12,12 @@ from model.ops import MATH
 
 D_MODEL, N_HEADS = 16, (1, 2, 4, 8)
 SLOTS, VALUES = 16, 8  # of the matching task
-TOKENS, LENGTH, NEAR, FAR = 4, 12, 1, 3  # of the task with two places to look at
+TOKENS, LENGTH, NEAR, FAR = 4, 12, 1, 3  # of the task with two positions
 ROWS, MATCHING_STEPS, TWO_STEPS = 32, 150, 250
 
 
 def lesson(seed: int = 0) -> Lesson:
-    """`seed` is that of the small trainings."""
+    """`seed` is for the small training runs."""
     matching = {h: _matching(h, seed) for h in N_HEADS}
     two_places = {h: _two_places(h, seed) for h in (1, 2)}
     numbers = {
@@ -34,7 +34,7 @@ def lesson(seed: int = 0) -> Lesson:
         loss, right = matching[h]
         cells = [D_MODEL // h, f"{numbers['flops'][h]:,}", numbers["rank"][h], f"{loss:.3f}", f"{100 * right:.0f} %"]
         narrow.append([str(h), *map(str, cells)])
-    looks = [["two places to look at", "loss", *(f"{back} back" for back in range(FAR + 1))]]
+    looks = [["task with two positions", "loss", *(f"{back} back" for back in range(FAR + 1))]]
     for h, (loss, backs) in two_places.items():
         for i, back in enumerate(backs):
             looks.append([f"head {i + 1} of {h}", f"{loss:.3f}", *(f"{weight:.2f}" for weight in back)])
@@ -49,33 +49,34 @@ def _claims(numbers: dict) -> list[tuple[bool, str]]:
     return [
         (
             numbers["fused projections"] < 1e-12,
-            "one matrix for q, k and v of all heads, or one for each of them in each head: the same, to 1e-12",
+            "one matrix for q, k and v of all heads gives the same as three for each head, to 1e-12",
         ),
-        (len(set(flops.values())) == 1, "more heads of the same d_model cost the same: the FLOPs are equal"),
+        (len(set(flops.values())) == 1, "more heads at the same d_model cost nothing more: the FLOPs are equal"),
         (
             all(rank[h] == D_MODEL // h for h in N_HEADS),
-            f"but each is narrower: the scores of {D_MODEL} tokens have rank d_model / heads, and no more",
+            f"but each is narrower: the scores of {D_MODEL} tokens have only rank d_model / heads",
         ),
         (
             loss[last] > 10 * loss[first] and right[first] > 0.99 and right[last] < 0.9,
-            f"too narrow to tell {SLOTS} keys apart, {last} heads find {100 * right[last]:.0f} % of what is asked for, "
+            f"too narrow to tell {SLOTS} keys apart, {last} heads find {100 * right[last]:.0f} % of the keys, "
             f"one head {100 * right[first]:.0f} %",
         ),
         (
             two[1] > 0.5 > 0.1 > two[2],
-            f"where two places are to be read, one wide head fails (loss {two[1]:.2f}), two of half the width do not "
+            f"where two positions matter, one wide head fails (loss {two[1]:.2f}), two of half the width do not "
             f"({two[2]:.2f})",
         ),
         (
             near[NEAR] == max(near) and far[FAR] == max(far) and near[NEAR] > 0.5 < far[FAR],
-            f"they specialise: one looks {NEAR} back (weight {near[NEAR]:.2f}), the other {FAR} back ({far[FAR]:.2f})",
+            f"they specialise: one attends to {NEAR} back (weight {near[NEAR]:.2f}), the other to {FAR} back "
+            f"({far[FAR]:.2f})",
         ),
     ]
 
 
 @torch.no_grad()
 def _fused_projections() -> float:
-    """What the model's attention gives, beside three small matrices for each head, and beside one large for all."""
+    """Largest difference between the model's attention, three small matrices for each head, and one large matrix."""
     with seeded(0):
         x = torch.randn(2, LENGTH, D_MODEL).double()
         attention = CausalMultiHeadAttention(D_MODEL, 4).double()
@@ -89,7 +90,7 @@ def _fused_projections() -> float:
 
 
 def _flops(n_heads: int) -> int:
-    """Of one forward of one row, in matrix products."""
+    """FLOPs of the matrix products in one forward pass of one row."""
     attention = CausalMultiHeadAttention(D_MODEL, n_heads)
     attention.ops = MATH
     with FlopCounterMode(display=False) as counter, torch.no_grad():
@@ -99,7 +100,7 @@ def _flops(n_heads: int) -> int:
 
 @torch.no_grad()
 def _rank(n_heads: int) -> int:
-    """Of the scores (D_MODEL, D_MODEL) that the first head gives to as many tokens, orthogonal ones."""
+    """Rank of the scores (D_MODEL, D_MODEL) of the first head for D_MODEL orthogonal tokens."""
     with seeded(0):
         attention = CausalMultiHeadAttention(D_MODEL, n_heads).double()
     q, k = (w.weight.chunk(attention.n_heads)[0] for w in (attention.wq, attention.wk))  # (d, D_MODEL)
@@ -107,9 +108,9 @@ def _rank(n_heads: int) -> int:
 
 
 def _matching(n_heads: int, seed: int) -> tuple[float, float]:
-    """Find the slot with the key that is asked for, say its value: the loss after training, the share of right answers.
+    """Find the slot with the key that is asked for, predict its value: the loss after training, and the accuracy.
 
-    Only the scores can tell the slots apart, so that what is measured is how many keys a head can tell apart.
+    Only the scores can tell the slots apart, so this measures how many keys a head can tell apart.
     """
     with seeded(seed):
         keys_in, values_in = nn.Embedding(SLOTS, D_MODEL), nn.Embedding(VALUES, D_MODEL)
@@ -129,7 +130,7 @@ def _matching(n_heads: int, seed: int) -> tuple[float, float]:
 
 
 def _two_places(n_heads: int, seed: int) -> tuple[float, list[list[float]]]:
-    """Say which tokens stood NEAR and FAR back: the loss, and how much of its weight each head puts 0, 1, ... back."""
+    """Predict the tokens NEAR and FAR back: the loss, and the weight that each head puts 0, 1, ... back."""
     with seeded(seed):
         embedding, head = nn.Embedding(TOKENS, D_MODEL), nn.Linear(D_MODEL, TOKENS**2)
         attention = CausalMultiHeadAttention(D_MODEL, n_heads, use_rope=True, max_seq_len=LENGTH)
@@ -143,7 +144,7 @@ def _two_places(n_heads: int, seed: int) -> tuple[float, list[list[float]]]:
         train(parts.parameters(), loss, TWO_STEPS)
         with torch.no_grad(), collect_attention(attention) as maps:
             found = loss(256).item()
-    weights = maps[0].mean(0)[:, FAR:]  # (h q k), the queries that have somewhere to look
+    weights = maps[0].mean(0)[:, FAR:]  # (h q k), the queries with a token FAR back
     return found, [[square.diagonal(FAR - back).mean().item() for back in range(FAR + 1)] for square in weights]
 
 
@@ -162,4 +163,4 @@ def draw(numbers: dict, figure):
             right.text(x, y, f"{weight:.2f}", ha="center", va="center", color="white" if weight > 0.5 else "black")
     right.set_yticks(range(len(rows)), [name for name, _ in rows])
     right.set_xticks(range(FAR + 1))
-    right.set(xlabel="places back", title=f"to be read: {NEAR} and {FAR} back")
+    right.set(xlabel="tokens back", title=f"where heads attend (task: {NEAR} and {FAR} back)")

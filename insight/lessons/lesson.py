@@ -1,4 +1,4 @@
-"""What the lessons share: their form, its text, seeds, a small training, exponents."""
+"""Shared by the lessons: the Lesson and its text, seeds, a small training loop, exponents."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -15,7 +15,7 @@ class Lesson:
 
     numbers: plain data (numbers, words, lists and dicts of them) by name.
     tables: rows of cells, the first row the header.
-    claims: (whether the numbers bear it out, the claim in words).
+    claims: (whether the numbers support it, the claim in words).
     """
 
     numbers: dict
@@ -28,7 +28,7 @@ class Lesson:
 
 
 def as_text(lesson: Lesson) -> str:
-    """The tables, then a claim a line, behind "yes" or "NO"."""
+    """The tables, then one claim per line, after "yes" or "NO"."""
     claims = [f"{'yes' if holds else 'NO':3}  {words}" for holds, words in lesson.claims]
     return "\n\n".join([*map(_align, lesson.tables), "\n".join(claims)])
 
@@ -45,14 +45,14 @@ def _align(table: list[list[str]]) -> str:
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Random numbers that begin with this seed inside, and go on outside as if nothing had been drawn."""
+    """Inside, random numbers start from this seed; outside, they continue as if none had been drawn."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         yield
 
 
 def train(parameters: Iterable[nn.Parameter], loss: Callable[[], Tensor], steps: int, lr: float = 1e-2):
-    """So many steps of Adam on what `loss()` gives, a new batch each."""
+    """Trains with Adam for `steps` steps; each `loss()` is that of a new batch."""
     optimizer = torch.optim.Adam(parameters, lr, fused=True)
     for _ in range(steps):
         optimizer.zero_grad()
@@ -66,7 +66,7 @@ def exponent(sizes: list[int], measured: list[float]) -> float:
 
 
 def difference(a: Tensor, b: Tensor) -> float:
-    """The largest between two tensors of one shape."""
+    """Largest absolute difference between two tensors of one shape."""
     return (a - b).abs().max().item()
 
 

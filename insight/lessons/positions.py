@@ -1,4 +1,4 @@
-"""Without positions order is invisible: five schemes side by side, and what each does beyond the trained length."""
+"""Without positions, order is invisible: five schemes compared, also beyond the trained length."""
 
 import math
 
@@ -9,16 +9,16 @@ from insight.lessons.lesson import Lesson, difference, seeded, train
 from model import GPT, ModelConfig, collect_attention, functional
 
 SCHEMES = ("none", "sinusoidal", "learned", "rope", "alibi")
-N, CLEAR = 8, 0.8  # tokens of a small language, and how often one is what the last but one makes it
+N, CLEAR = 8, 0.8  # tokens of a small language, and how often a token follows the rule
 SHAPE = {"d_model": 32, "n_layers": 1, "n_heads": 4, "d_ff": 64}
-TRAINED, REACH = 16, 64  # tokens: read in training, read afterwards
+TRAINED, REACH = 16, 64  # tokens in training, tokens in evaluation
 ROWS, STEPS = 32, 150
 SHIFT = 7
 EXACT = 1e-6  # float64, but fixed tables are float32
 
 
 def lesson(seed: int = 0) -> Lesson:
-    """`seed` is that of the five small trainings."""
+    """`seed` is for the five small training runs."""
     losses = {scheme: _loss_by_position(scheme, seed) for scheme in SCHEMES}
     bands = [(2, TRAINED), *((start, start + TRAINED) for start in range(TRAINED, REACH, TRAINED))]
     numbers = {
@@ -33,7 +33,7 @@ def lesson(seed: int = 0) -> Lesson:
             scheme: [sum(loss[start:end]) / (end - start) for start, end in bands] for scheme, loss in losses.items()
         },
     }
-    header = ["positions", "reordered", f"all {SHIFT} further", *(f"loss {start + 1}-{end}" for start, end in bands)]
+    header = ["positions", "reordered", f"shifted by {SHIFT}", *(f"loss {start + 1}-{end}" for start, end in bands)]
     rows = []
     for scheme in SCHEMES:
         changes = (numbers["reordered"][scheme], numbers["shifted"][scheme])
@@ -50,51 +50,51 @@ def _claims(numbers: dict) -> list[tuple[bool, str]]:
     return [
         (
             numbers["shuffled without mask"] < EXACT,
-            "attention without positions and mask: tokens shuffled, the same outputs shuffled",
+            "attention without positions and mask: shuffled tokens give the same outputs, shuffled",
         ),
         (
             reordered["none"] < EXACT,
-            "one causal layer without positions: earlier tokens reordered, the last logits equal",
+            "one causal layer without positions: reordering earlier tokens leaves the last logits equal",
         ),
         (
             all(reordered[scheme] > EXACT for scheme in others),
-            "with any of the four schemes order shows",
+            "with any of the four schemes they differ",
         ),
         (
             numbers["reordered, two layers"] > EXACT,
-            "from two layers on it shows without them, too: each position has seen another set through the mask",
+            "with two layers they differ even without positions: the mask gives each position another set to see",
         ),
         (
             shifted["rope"] < EXACT and shifted["alibi"] < EXACT,
-            f"RoPE and ALiBi score by distance alone: all positions {SHIFT} further, the weights stay",
+            f"scores of RoPE and ALiBi depend on distance alone: positions shifted by {SHIFT} give the same weights",
         ),
         (
             shifted["sinusoidal"] > EXACT and shifted["learned"] > EXACT,
-            "sinusoidal and learned vectors do not: the weights change",
+            "with sinusoidal and learned vectors the weights change",
         ),
         (
             losses["none"][0] > 1.5 > 1.0 > max(losses[scheme][0] for scheme in others),
-            f"within the {TRAINED} trained positions each of the four learns the order (at best {floor:.2f}), without "
-            f"positions the loss is {losses['none'][0]:.2f}",
+            f"within the {TRAINED} trained positions each of the four learns the order (best possible loss "
+            f"{floor:.2f}); without positions the loss is {losses['none'][0]:.2f}",
         ),
         (
             min(losses[scheme][1] for scheme in ("sinusoidal", "learned")) > guessing,
-            f"right behind them sinusoidal and learned are worse than guessing ({guessing:.2f}): up to {added:.2f}",
+            f"right after them sinusoidal and learned are worse than guessing ({guessing:.2f}): up to {added:.2f}",
         ),
         (
             rope[1] < rope[0] + 0.2 and rope[3] > rope[0] + 1,
-            f"RoPE holds for {2 * TRAINED} positions and fails later: {rope[1]:.2f}, then {rope[3]:.2f}",
+            f"RoPE works up to {2 * TRAINED} positions and fails later: {rope[1]:.2f}, then {rope[3]:.2f}",
         ),
         (
             max(alibi) < alibi[0] + 0.2,
-            f"ALiBi holds for all {REACH}: {alibi[0]:.2f} becomes {alibi[3]:.2f}; it gives up some sharpness for it",
+            f"ALiBi works for all {REACH}: {alibi[0]:.2f} becomes {alibi[3]:.2f}",
         ),
     ]
 
 
 @torch.no_grad()
 def _shuffled() -> float:
-    """Attention of everyone to everyone, on tokens shuffled, beside the same shuffled afterwards."""
+    """Difference between unmasked attention on shuffled tokens and its shuffled outputs on the same tokens in order."""
     with seeded(0):
         q, k, v = (torch.randn(TRAINED, 8).double() for _ in range(3))
         order = torch.randperm(TRAINED)
@@ -111,10 +111,10 @@ def _untrained(scheme: str, n_layers: int = 1) -> tuple[GPT, Tensor]:
 
 @torch.no_grad()
 def _reordered(scheme: str, n_layers: int = 1) -> float:
-    """How much the last logits of a random model change when all tokens but the last are turned round."""
+    """How much the last logits of a random model change when all tokens but the last are reversed."""
     model, tokens = _untrained(scheme, n_layers)
-    turned = torch.cat([tokens[:, :-1].flip(1), tokens[:, -1:]], dim=1)
-    return difference(model(tokens)[:, -1], model(turned)[:, -1])
+    flipped = torch.cat([tokens[:, :-1].flip(1), tokens[:, -1:]], dim=1)
+    return difference(model(tokens)[:, -1], model(flipped)[:, -1])
 
 
 @torch.no_grad()
@@ -130,7 +130,7 @@ def _shifted(scheme: str) -> float:
 
 
 def _text(rows: int, length: int) -> Tensor:
-    """(rows, length): a token is the last but one plus 1, but now and then any."""
+    """(rows, length): a token is the one two positions before it plus 1, with probability CLEAR, else any token."""
     text = torch.randint(N, (rows, length))
     clear = torch.rand(rows, length) < CLEAR
     for i in range(2, length):
@@ -139,7 +139,7 @@ def _text(rows: int, length: int) -> Tensor:
 
 
 def _floor() -> float:
-    """The entropy of a token of the language, given what stands before: no model can have a lower loss."""
+    """The entropy of a token of the language, given the tokens before it: no model can have a lower loss."""
     other = (1 - CLEAR) / N
     return -((CLEAR + other) * math.log(CLEAR + other) + (N - 1) * other * math.log(other))
 
@@ -168,7 +168,7 @@ def _loss_by_position(scheme: str, seed: int) -> list[float]:
 def draw(numbers: dict, figure):
     axes = figure.subplots()
     for scheme, loss in numbers["loss"].items():
-        axes.plot(range(2, REACH + 1), loss[1:], label=scheme)  # the first token tells nothing
+        axes.plot(range(2, REACH + 1), loss[1:], label=scheme)  # no rule for the first token
     axes.axvline(TRAINED, color="grey", linestyle=":", label="trained up to here")
     axes.axhline(math.log(N), color="grey", linestyle="--", linewidth=1, label="guessing")
     axes.set(xlabel="position", ylabel="loss, nats per token")

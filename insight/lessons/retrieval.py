@@ -1,4 +1,4 @@
-"""Query, key and value: a look-up that reads a little of everything, most of what matches."""
+"""Query, key and value: a lookup that returns a little of every value, most of the one whose key matches."""
 
 import torch
 
@@ -42,7 +42,7 @@ def lesson() -> Lesson:
         [title, str(year), *(f"{w[0, i]:.3f}" for w in weights)] for i, (title, (_, year)) in enumerate(BOOKS.items())
     ]
     header = ["book", "value: its year", *(f"weight, query x {loud}" for loud in LOUDNESS)]
-    rows.append(["what is read", "", *(f"{y.item():.1f}" for y in years)])
+    rows.append(["result", "", *(f"{y.item():.1f}" for y in years)])
     right = [w[0].argmax().item() == titles.index(RIGHT) for w in weights]
     mixed = [difference(w @ v, y) for w, y in zip(weights, years, strict=True)]
     convex = all((w >= 0).all() and abs(w.sum().item() - 1) < 1e-12 for w in weights)
@@ -52,24 +52,28 @@ def lesson() -> Lesson:
     claims = [
         (
             all(right),
-            f"asked for sea and treasure, {RIGHT} gets the largest weight: {fixed([weights[0].max().item()])}",
+            f"for the query sea and treasure, {RIGHT} gets the largest weight: {fixed([weights[0].max().item()])}",
         ),
         (
             max(sharp) > 0.99 and abs(years[-1].item() - right_year) < 1,
-            f"a longer query asks more sharply: at {LOUDNESS[-1]} times the length it reads {years[-1].item():.1f}",
+            f"a longer query gives sharper weights: at {LOUDNESS[-1]} times the length it returns "
+            f"{years[-1].item():.1f}",
         ),
         (
             convex and max(mixed) < 1e-9,
-            "what is read is a convex combination of the values: weights from 0 up, of sum 1, times the values",
+            "the result is a convex combination of the values: the weights are at least 0 and sum to 1",
         ),
-        (between, "so it lies between the smallest value and the largest"),
+        (between, "so it lies between the smallest and the largest value"),
         (
             changed_weights == 0 and changed_read > 1,
-            f"Q and K match: another value for {RIGHT}, and the weights stay; V is what is read: it moves by "
-            f"{changed_read:.1f} years",
+            f"another value for {RIGHT} leaves the weights as they are, as Q and K alone give them, and moves the "
+            f"result by {changed_read:.1f} years",
         ),
-        (numbers["another key"] > 0.1, f"other keys, and the weights change, by up to {numbers['another key']:.3f}"),
-        (numbers["another order"] < 1e-9, "a library has no order: shelved otherwise, the same is read"),
+        (numbers["another key"] > 0.1, f"other keys change the weights, by up to {numbers['another key']:.3f}"),
+        (
+            numbers["another order"] < 1e-9,
+            "the order of the books does not matter: reordered, they give the same result",
+        ),
     ]
     return Lesson(numbers, [[header, *rows]], claims)
 
@@ -78,7 +82,7 @@ def draw(numbers: dict, figure):
     axes = figure.subplots()
     width = 0.8 / len(LOUDNESS)
     for i, (loud, weights) in enumerate(numbers["weights"].items()):
-        label = f"query x {loud}: reads {numbers['years'][loud]:.0f}"
+        label = f"query x {loud}: returns {numbers['years'][loud]:.0f}"
         axes.bar([j + i * width for j in range(len(weights))], weights, width, label=label)
     axes.set_xticks([j + width for j in range(len(BOOKS))], [f"{title}\n{year}" for title, (_, year) in BOOKS.items()])
     axes.set(ylabel="weight")

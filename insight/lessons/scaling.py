@@ -1,4 +1,4 @@
-"""Why scores are divided by sqrt(d_k): without it a wide head looks at one key only, and hardly learns."""
+"""Why scores are divided by sqrt(d_k): otherwise a wide head attends to a single key and hardly learns."""
 
 import math
 
@@ -32,17 +32,18 @@ def lesson() -> Lesson:
         (all(abs(variance - 1) < 0.1 for variance in scaled), "divided by sqrt(d_k) it is 1, whatever the width"),
         (
             entropy == sorted(entropy, reverse=True) and entropy[-1] < entropy[0] / 10,
-            f"without, the entropy of {KEYS} weights falls from {entropy[0]:.3f} to {entropy[-1]:.3f} nats "
-            f"(all alike: {math.log(KEYS):.3f})",
+            f"without the division, the entropy of {KEYS} weights falls from {entropy[0]:.3f} to "
+            f"{entropy[-1]:.3f} nats "
+            f"(uniform: {math.log(KEYS):.3f})",
         ),
-        (max(even) - min(even) < 0.1, f"with it, it stays at {sum(even) / len(even):.2f}"),
+        (max(even) - min(even) < 0.1, f"with the division, the entropy stays at {sum(even) / len(even):.2f}"),
         (
             gradient[-1] < gradient[0] / 5,
             f"a saturated softmax passes little gradient: {gradient[0]:.4f} becomes {gradient[-1]:.4f}",
         ),
         (
             max(even_gradient) < 1.1 * min(even_gradient),
-            f"with the division it stays at {sum(even_gradient) / len(even_gradient):.2f}",
+            f"with the division, the gradient stays at {sum(even_gradient) / len(even_gradient):.2f}",
         ),
     ]
     return Lesson(numbers, [table], claims)
@@ -59,7 +60,7 @@ def _measure(d_k: int) -> dict[str, float]:
 
 
 def _entropy(scores: Tensor) -> Tensor:
-    """Of the weights of scores (queries, keys), in nats, the mean over queries."""
+    """Entropy of the weights of scores (queries, keys) in nats, averaged over queries."""
     weights = functional.softmax(scores)
     return -torch.special.xlogy(weights, weights).sum(-1).mean()
 

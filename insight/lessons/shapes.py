@@ -16,7 +16,7 @@ TOLERANCE = 1e-5
 
 
 def lesson(model: GPT | None = None) -> Lesson:
-    """Of a model's first block; None: of the example's, with random weights."""
+    """Steps of a model's first block; None: of a small example with random weights."""
     with seeded(0), torch.no_grad():
         model = GPT(16, ModelConfig(**EXAMPLE)) if model is None else model
         length = min(T, model.max_seq_len)
@@ -53,15 +53,15 @@ def lesson(model: GPT | None = None) -> Lesson:
     claims = [
         (
             numbers["difference"] < TOLERANCE,
-            f"the six steps give what the model's own attention gives, to {TOLERANCE:.0e}",
+            f"the six steps give the same as the model's attention, to {TOLERANCE:.0e}",
         ),
         (
             numbers["shapes"]["x"] == numbers["shapes"]["output"],
-            "what comes out has the shape of what came in: blocks can be stacked",
+            "the output has the shape of the input: blocks can be stacked",
         ),
         (a.n_heads * d_head == d_model, f"{a.n_heads} heads of width {d_head} share the width {d_model}"),
-        (numbers["row sums"] < TOLERANCE, "the weights are square in T, one such square a head; each row sums to 1"),
-        (numbers["above the diagonal"] == 0, "and nothing stands above its diagonal"),
+        (numbers["row sums"] < TOLERANCE, "the weights of each head are a T x T matrix; each row sums to 1"),
+        (numbers["above the diagonal"] == 0, "everything above the diagonal is 0"),
         (
             numbers["parameters"] == matrices,
             f"no parameter has T in its shape: wq, wk, wv, wo hold {numbers['parameters']:,} numbers for any length",
@@ -74,7 +74,8 @@ def lesson(model: GPT | None = None) -> Lesson:
         claims.append(
             (
                 numbers["forgotten transpose"] > 1e-3,
-                f"here T = d_head = {d_head}, so q k without the transpose runs, and is wrong: test with unlike sizes",
+                f"here T = d_head = {d_head}, so q k without the transpose runs, and is wrong: test with different "
+                "sizes",
             )
         )
     return Lesson(numbers, [[header, *rows]], claims)
@@ -83,7 +84,7 @@ def lesson(model: GPT | None = None) -> Lesson:
 def walk(
     attention: CausalMultiHeadAttention, x: Tensor, token_positions: Tensor, mask: Tensor, bias: Tensor | None
 ) -> list[tuple[str, str, str, Tensor]]:
-    """Attention on x (b s d_model), step by step: (step, name, axes, tensor) of all that comes up on the way."""
+    """Attention on x (b s d_model), step by step: (step, name, axes, tensor) of every intermediate result."""
     a = attention
     q, k, v = a.wq(x), a.wk(x), a.wv(x)
     steps = [("input", "x", "b s d_model", x)]

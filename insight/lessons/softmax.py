@@ -1,4 +1,4 @@
-"""Scores become weights, and the form that cannot overflow."""
+"""Turning scores into weights, in the form that cannot overflow."""
 
 import itertools
 import math
@@ -20,12 +20,12 @@ SCORES = {
 
 
 def naive(x: Tensor) -> Tensor:
-    """exp(x) / sum(exp(x)), as the definition has it."""
+    """exp(x) / sum(exp(x)), as it is defined."""
     return x.exp() / x.exp().sum(-1, keepdim=True)
 
 
 def shifted(x: Tensor) -> Tensor:
-    """The same behind x - max(x), without the care for a row of -inf that functional.softmax takes."""
+    """The same after x - max(x), without the special case of functional.softmax for a row with only -inf."""
     return naive(x - x.amax(-1, keepdim=True))
 
 
@@ -58,7 +58,7 @@ def lesson() -> Lesson:
         (limits["float16"] == 12, f"exp overflows in float16 from {limits['float16']}"),
         (
             limits["Python"] == 710,
-            f"exp overflows in Python's own float, of 64 bits, only above {limits['Python'] - 1}",
+            f"exp overflows in Python's 64-bit float only above {limits['Python'] - 1}",
         ),
         (_finite(found["stable"]), "with the maximum subtracted first, every value and gradient is finite"),
         (_all_nan(large_gradient), "where the naive form overflows, its whole gradient is NaN"),
@@ -68,11 +68,11 @@ def lesson() -> Lesson:
         ),
         (
             _all_nan(empty_gradient) and _all_nan(numbers["maximum alone, all -inf"]),
-            "a row of nothing but -inf is NaN, also where the maximum is subtracted (-inf + inf)",
+            "a row with only -inf gives NaN, even if the maximum is subtracted (-inf + inf)",
         ),
         (
             found["stable"]["-inf -inf -inf"] == [[0, 0, 0], [0, 0, 0]],
-            "treated on its own it gives zeros: a query that may look nowhere reads nothing",
+            "treated as a special case, it gives zeros: a query that may attend to no key gets no value",
         ),
     ]
     return Lesson(numbers, [[header, *rows]], claims)

@@ -1,4 +1,4 @@
-"""Where the heads look from the last token, beside what they cause."""
+"""Where the heads of the last token attend, and what they cause."""
 
 import torch
 from torch import Tensor
@@ -11,21 +11,21 @@ from model.hooks import Site
 from scripts.explanations.case import ABLATED, LARGE, SMALL, Case, both_scores
 from scripts.terminal import percent, show
 
-LOOK = 0.3  # a weight from here on is a look, if it is twice an even share; one below a tenth of it is none
+LOOK = 0.3  # a weight of at least this, and twice a uniform one, counts as attending; below a tenth of it does not
 
 
 def explain_attention(cfg: Explain, case: Case) -> dict:
-    """All maps, and a table that puts where the last token's heads look beside what they cause."""
+    """All maps, and a table: where the heads of the last token attend, and what they cause."""
     weights = maps.attention_maps(case.model, case.tokens).cpu()  # (n_layers, h, q, k)
     key = find_key(cfg, case)
     rows = head_table(cfg, case, weights, key)
     correlation = rank_correlation([row["weight"] for row in rows], [abs(row["effect"]) for row in rows])
 
     last = len(case.labels) - 1
-    print(f"where the heads look from the last token, {last} ({case.labels[-1]})")
+    print(f"where the heads attend from the last token, {last} ({case.labels[-1]})")
     print(f"weight: on token {key} ({case.labels[key]}), {because(cfg)}\n")
     show(
-        ["head", "weight", "looks most at", "with", "effect", "p(answer)", *rows[0].keys() & {"recovered"}, ""],
+        ["head", "weight", "attends most to", "with", "effect", "p(answer)", *rows[0].keys() & {"recovered"}, ""],
         [
             [
                 f"{row['layer']}.{row['head']}",
@@ -39,30 +39,26 @@ def explain_attention(cfg: Explain, case: Case) -> dict:
             ]
             for row in rows
         ],
-        left={"looks most at", ""},
+        left={"attends most to", ""},
     )
-    print(
-        f"\neffect: what the score loses, in nats, when the head says {ABLATED[cfg.ablation]}; p(answer) is that then"
-    )
+    print(f"\neffect: loss of score, in nats, if the output of the head is {ABLATED[cfg.ablation]}; p(answer): then")
     if case.corrupted is not None:
-        print(
-            "recovered: how far the score comes back when this head, reading the corrupted text, says what it says here"
-        )
+        print("recovered: share of the score that returns if, on the corrupted text, this head has its output of here")
     if correlation is not None:
         print(f"rank correlation, over the heads, of weight and size of effect: {correlation:+.2f}")
-    print("A weight is not a cause: it says where a head looks, not whether what it reads there changes the answer.")
+    print("A weight is not a cause: it says where a head attends, not whether that changes the answer.")
     if cfg.plot is not None:
         effects = torch.tensor([row["effect"] for row in rows]).view(weights.shape[:2])
         maps.draw_attention(cfg.plot, weights, case.labels, effects, case.title)
     if cfg.page is not None:
-        lines = [f"checkpoint  {cfg.checkpoint}", *case.described()[1:]]  # the text is there anyhow
+        lines = [f"checkpoint  {cfg.checkpoint}", *case.described()[1:]]  # the page shows the text itself
         about = {"lines": lines, "key": key, "because": because(cfg), "ablated": ABLATED[cfg.ablation]}
         write_page(cfg.page, weights, case.labels, rows, about)
     return {"key": key, "heads": rows, "rank_correlation": correlation, "weights": weights.tolist()}
 
 
 def head_table(cfg: Explain, case: Case, weights: Tensor, key: int) -> list[dict]:
-    """What is known of each head: where it looks, what it causes, and a remark where the two part."""
+    """One row for each head: where it attends, what it causes, and a remark if the two differ."""
     rows = [head_row(cfg, case, weights, site, key) for site in heads(case.model)]
     if case.corrupted is not None:
         for row, share in zip(rows, patch_heads(case), strict=True):
@@ -74,7 +70,7 @@ def head_table(cfg: Explain, case: Case, weights: Tensor, key: int) -> list[dict
 
 
 def find_key(cfg: Explain, case: Case) -> int:
-    """The number of the token that matters: of those before the last, the one whose occlusion moves the score most."""
+    """Index of the token that matters: of those before the last, the one whose occlusion changes the score most."""
     if cfg.key is not None:
         return cfg.key
     try:
@@ -85,7 +81,7 @@ def find_key(cfg: Explain, case: Case) -> int:
 
 
 def because(cfg: Explain) -> str:
-    return "as key says" if cfg.key is not None else "whose occlusion moves the score most, of those before the last"
+    return "given by key" if cfg.key is not None else "of those before the last, its occlusion changes the score most"
 
 
 def head_row(cfg: Explain, case: Case, weights: Tensor, site: Site, key: int) -> dict:
@@ -96,16 +92,16 @@ def head_row(cfg: Explain, case: Case, weights: Tensor, site: Site, key: int) ->
 
 
 def remark(row: dict, largest: float, n: int) -> str:
-    """Where weight and effect part, in a text of n tokens."""
+    """A remark if weight and effect differ, in a text of n tokens."""
     if row["most"] >= max(LOOK, 2 / n) and abs(row["effect"]) < SMALL * largest:
-        return "looks, no effect"
+        return "attends, no effect"
     if row["weight"] < LOOK / 10 and abs(row["effect"]) >= LARGE * largest:
-        return "effect, without looking there"
+        return "effect, without attending there"
     return ""
 
 
 def patch_heads(case: Case) -> list[float]:
-    """What each head recovers, alone."""
+    """Share of the score that each head alone recovers."""
     ends, source = both_scores(case), record(case.model, case.tokens, heads(case.model))
     logits = [patch(case.model, case.corrupted, {site: x}) for site, x in source.items()]
     return recovered(case.score(torch.cat(logits)), *ends).tolist()

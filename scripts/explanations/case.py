@@ -1,4 +1,4 @@
-"""What is asked: a model, what it reads, and the answer whose cause is sought."""
+"""What is explained: a model, its text, and an answer."""
 
 import sys
 from dataclasses import dataclass
@@ -13,22 +13,22 @@ from insight import attribution, maps
 from insight.patching import Score, last_logits, score_of
 from model import GPT
 
-LARGE, SMALL = 0.25, 0.05  # shares of the largest effect: from here on there is one, below there is none
+LARGE, SMALL = 0.25, 0.05  # shares of the largest effect: at least LARGE is an effect, less than SMALL is none
 ABLATED = {"zero": "zeros", "mean": "its mean over the text"}
 
 
 @dataclass
 class Case:
-    """A model, what it reads, and the answer whose cause is sought."""
+    """A model, its text, and the answer to explain."""
 
     model: GPT
     tokenizer: Tokenizer
     tokens: Tensor  # (1 s)
     corrupted: Tensor | None  # (1 s)
-    logits: Tensor  # (1 vocab), behind the text
+    logits: Tensor  # (1 vocab), after the text
     answer: int
     against: int | None
-    baseline: Tensor  # (d_model,): what stands for a token that is taken away
+    baseline: Tensor  # (d_model,): the embedding that replaces a removed token
 
     @property
     def score(self) -> Score:
@@ -39,7 +39,7 @@ class Case:
         return self.score(logits).item(), logits.softmax(-1)[0, self.answer].item()
 
     def loss(self, logits: Tensor) -> float:
-        """What the score loses if the logits (1 vocab) are the model's."""
+        """Loss of score with these logits (1 vocab)."""
         return (self.score(self.logits) - self.score(logits)).item()
 
     def label(self, token: int) -> str:
@@ -75,7 +75,7 @@ class Case:
 
     @property
     def title(self) -> str:
-        """The same, on a picture."""
+        """The same, for a picture."""
         _, *lines, answer, score = (" ".join(line.split()) for line in self.described())
         lines = ["".join(self.labels), *lines]  # perhaps the corrupted text
         lines = [line if len(line) <= 90 else f"{line[:42]} ... {line[-42:]}" for line in lines]
@@ -99,7 +99,7 @@ def read_case(cfg: Explain, model: GPT, tokenizer: Tokenizer) -> Case:
         except UnicodeDecodeError as error:
             raise ValueError(f"the prompt, by standard input, is not UTF-8: {error}") from error
     if not prompt:
-        raise ValueError("there is no text to explain: give one behind --, such as -- To be, or not")
+        raise ValueError("there is no text to explain: give one after --, such as -- To be, or not")
     ids = encode(tokenizer, prompt)
     if len(ids) > model.max_seq_len:
         raise ValueError(f"the text has {len(ids)} tokens, the model reads max_seq_len {model.max_seq_len}: shorten it")
@@ -158,11 +158,12 @@ def split(tokenizer: Tokenizer, ids: list[int]) -> str:
 
 @torch.no_grad()
 def both_scores(case: Case) -> tuple[float, float]:
-    """The clean text's and the corrupted one's; ValueError if there is nothing to recover."""
+    """Scores of the clean and the corrupted text; ValueError if they are equal, with nothing to recover."""
     clean, corrupted = case.score(case.logits).item(), case.score(last_logits(case.model, case.corrupted)).item()
     if abs(clean - corrupted) < 1e-4:
         raise ValueError(
-            f"corrupted must change the score of the answer, got {clean:.4f} and {corrupted:.4f}: change what matters, "
-            "method=occlusion says what does"
+            f"corrupted must change the score of the answer, got {clean:.4f} and {corrupted:.4f}: change a token "
+            "that matters "
+            "(method=occlusion lists them)"
         )
     return clean, corrupted

@@ -1,4 +1,4 @@
-"""What each part of the model contributes to the answer, and what the stream says after each block."""
+"""What each part of the model contributes to the answer, and what the residual stream predicts after each block."""
 
 from collections.abc import Iterable
 
@@ -15,7 +15,7 @@ from scripts.terminal import percent, show
 
 
 def explain_ablation(cfg: Explain, case: Case) -> dict:
-    """What each head, each branch and each whole block is worth to the answer."""
+    """The effect of each head, each branch and each block on the answer."""
     n_layers = len(case.model.blocks)
     groups = {str(site): [site] for site in (*heads(case.model), *branches(case.model))}
     groups |= {f"block {i}": [site for site in branches(case.model) if site.layer == i] for i in range(n_layers)}
@@ -29,14 +29,14 @@ def explain_ablation(cfg: Explain, case: Case) -> dict:
         [[row["part"], f"{row['effect']:+.4f}", f"{row['probability']:.4f}", row["best"]] for row in rows],
         left={"without", "most likely"},
     )
-    print(f"\neffect: what the score loses, in nats, when the part says {ABLATED[cfg.ablation]}")
+    print(f"\neffect: loss of score, in nats, if the output of the part is {ABLATED[cfg.ablation]}")
     if cfg.plot is not None:
-        draw_parts(cfg, case, {row["part"]: row["effect"] for row in rows}, [], "what the score loses, nats")
+        draw_parts(cfg, case, {row["part"]: row["effect"] for row in rows}, [], "loss of score, nats")
     return {"parts": rows}
 
 
 def explain_patching(cfg: Explain, case: Case) -> dict:
-    """The corrupted text is read, with parts of the model saying what they said of the clean one."""
+    """Runs the model on the corrupted text, with the outputs of parts replaced by those on the clean text."""
     model, n_layers = case.model, len(case.model.blocks)
     streams = [Site("stream", i) for i in range(n_layers + 1)]
     clean = record(model, case.tokens, {*everything(model), *branches(model), *streams})
@@ -65,8 +65,9 @@ def explain_patching(cfg: Explain, case: Case) -> dict:
     if len(moved) < len(changed):
         print(f"the other {len(changed) - len(moved)} tokens recover less than {SMALL:.0%} anywhere")
     print(
-        f"\nrecovered: of the way from the corrupted text's score, {corrupted_score:.4f}, back to the clean one's; "
-        "* marks what is corrupted"
+        f"\nrecovered: share of the way from the score of the corrupted text, {corrupted_score:.4f}, to that "
+        "of the clean text; "
+        "* marks corrupted tokens"
     )
     if cfg.plot is not None:
         grid = ("the stream, at one token", torch.tensor(stream).T, case.places, names)
@@ -79,7 +80,7 @@ def stream_names(n_layers: int) -> list[str]:
 
 
 def draw_parts(cfg: Explain, case: Case, parts: dict[str, float], grids: list, unit: str):
-    """Heads and branches as cells, a row a layer."""
+    """Heads and branches as cells, one row per layer."""
     layers = range(len(case.model.blocks))
     n_heads = case.model.blocks[0].attention.n_heads
     columns = [*(f"head {h}" for h in range(n_heads)), "attention", "feed-forward"]
@@ -92,22 +93,24 @@ def draw_parts(cfg: Explain, case: Case, parts: dict[str, float], grids: list, u
 
 
 def explain_lens(cfg: Explain, case: Case) -> dict:
-    """What the model would say if it ended after each block."""
+    """What the model would predict if it ended after each block."""
     chances = logit_lens(case.model, case.tokens).softmax(-1)  # (n_layers + 1, s, vocab)
     p, best = chances.max(-1)  # (n_layers + 1, s)
     answer = chances[:, -1, case.answer]
     ranks = (chances[:, -1] > answer.unsqueeze(1)).sum(-1) + 1
     names, best_labels = stream_names(len(case.model.blocks)), [[case.label(t) for t in row] for row in best.tolist()]
     show(
-        ["behind", "most likely", "p", "p(answer)", "rank of the answer"],
+        ["after", "most likely", "p", "p(answer)", "rank of the answer"],
         [
             [name, best_labels[i][-1], f"{p[i, -1]:.4f}", f"{answer[i]:.4f}", str(ranks[i].item())]
             for i, name in enumerate(names)
         ],
-        left={"behind", "most likely"},
+        left={"after", "most likely"},
     )
-    print("\nwhat the head reads in the stream of the last token; that an early layer is unreadable says nothing of it")
+    print(
+        "\nwhat the output head predicts from the stream of the last token; early layers may hold what it cannot read"
+    )
     if cfg.plot is not None:
         maps.draw_lens(cfg.plot, best_labels, p.cpu(), case.places, case.title)
-    figures = {"best": best.tolist(), "best_labels": best_labels, "best_probability": p.tolist()}
-    return figures | {"answer_probability": answer.tolist(), "answer_rank": ranks.tolist()}
+    found = {"best": best.tolist(), "best_labels": best_labels, "best_probability": p.tolist()}
+    return found | {"answer_probability": answer.tolist(), "answer_rank": ranks.tolist()}

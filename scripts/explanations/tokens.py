@@ -13,7 +13,7 @@ from scripts.terminal import show
 def explain_occlusion(cfg: Explain, case: Case) -> dict:
     effects = attribution.occlusion(case.model, case.tokens, case.score, case.baseline, cfg.batch)
     what = "the average embedding" if cfg.replacement is None else f"{cfg.replacement!r}"
-    return show_tokens(cfg, case, effects, f"effect: what the score loses, in nats, when {what} stands for the token")
+    return show_tokens(cfg, case, effects, f"effect: loss of score, in nats, if {what} replaces the token")
 
 
 def explain_gradient(cfg: Explain, case: Case) -> dict:
@@ -22,26 +22,27 @@ def explain_gradient(cfg: Explain, case: Case) -> dict:
         cfg,
         case,
         effects,
-        "effect: gradient of the score by the embedding, times the embedding; true for small changes",
+        "effect: gradient of the score with respect to the embedding, times the embedding; exact for small "
+        "changes only",
     )
 
 
 def explain_integrated_gradients(cfg: Explain, case: Case) -> dict:
-    baseline, start = case.baseline, "the average embedding in all places"
+    baseline, start = case.baseline, "the average embedding at all positions"
     if case.corrupted is not None:
         baseline, start = attribution.embed(case.model, case.corrupted), "the corrupted text"
     elif cfg.replacement is not None:
-        start = f"{cfg.replacement!r} in all places"
+        start = f"{cfg.replacement!r} at all positions"
     found = attribution.integrated_gradients(
         case.model, case.tokens, case.score, baseline, max_steps=cfg.max_steps, batch=cfg.batch
     )
     figures = show_tokens(
-        cfg, case, found.attributions, f"effect: the token's share of what the score gains on the way from {start}"
+        cfg, case, found.attributions, f"effect: share of the token in the gain of score from {start}"
     )
     share = abs(found.error) / max(abs(found.difference), 1e-12)
     total = found.difference + found.error
     print(
-        f"{'complete' if found.complete else 'NOT COMPLETE'}: the shares add up to {total:.4f}, the score gains "
+        f"{'complete' if found.complete else 'NOT COMPLETE'}: the shares sum to {total:.4f}, the gain of score is "
         f"{found.difference:.4f}; an error of {share:.2%} with {found.steps} steps"
     )
     known = {"difference": found.difference, "error": found.error, "steps": found.steps, "complete": found.complete}
@@ -49,7 +50,7 @@ def explain_integrated_gradients(cfg: Explain, case: Case) -> dict:
 
 
 def show_tokens(cfg: Explain, case: Case, effects: Tensor, meaning: str) -> dict:
-    """A bar a token, in the terminal and as a picture."""
+    """One bar per token, in the terminal and as a picture."""
     values, labels = effects.tolist(), case.labels
     far = max(map(abs, values)) or 1.0
     bars = [("+" if value >= 0 else "-") * round(20 * abs(value) / far) for value in values]
@@ -65,10 +66,10 @@ def show_tokens(cfg: Explain, case: Case, effects: Tensor, meaning: str) -> dict
 
 
 def explain_swap(cfg: Explain, case: Case) -> dict:
-    """Each token that the corrupted text changes, changed alone, and then all."""
+    """Each token that the corrupted text changes, alone, and then all of them."""
     where, prompts = swaps(case.tokens, case.corrupted)
     with torch.no_grad():
-        logits = torch.cat([last_logits(case.model, some) for some in prompts.split(cfg.batch)])
+        logits = torch.cat([last_logits(case.model, chunk) for chunk in prompts.split(cfg.batch)])
         whole = last_logits(case.model, case.corrupted)
     new = [case.label(token) for token in case.corrupted[0, where].tolist()]
     rows = []
@@ -89,10 +90,8 @@ def explain_swap(cfg: Explain, case: Case) -> dict:
         ],
         left={"token", "becomes", "most likely"},
     )
-    print("\neffect: what the score loses, in nats, when this token alone is swapped, and when all are")
+    print("\neffect: loss of score, in nats, if this token alone is swapped, and if all are")
     if cfg.plot is not None:
         names = [f"{case.places[row['place']]} > {row['token']}" for row in rows[:-1]]
-        maps.draw_bars(
-            cfg.plot, [row["effect"] for row in rows], [*names, "all"], case.title, "what the score loses, nats"
-        )
+        maps.draw_bars(cfg.plot, [row["effect"] for row in rows], [*names, "all"], case.title, "loss of score, nats")
     return {"swaps": rows}

@@ -15,7 +15,7 @@ from scripts.explain import METHODS, explain
 from scripts.explanations.attention import remark
 from training import checkpoint
 
-TEXT = "_cabda"  # behind the first a came b
+TEXT = "_cabda"  # b comes after the first a
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def run(folder, settings, capsys, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_heads_weight_stands_beside_its_effect_and_looking_without_effect_is_said(run):
+def test_heads_that_attend_without_effect_are_marked(run):
     out, found = run()
     heads = {(row["layer"], row["head"]): row for row in found["heads"]}
     assert found["labels"] == list(TEXT)
@@ -49,9 +49,9 @@ def test_a_heads_weight_stands_beside_its_effect_and_looking_without_effect_is_s
     assert found["key"] == 3
     for head, weight, effect, expected in (
         (INDUCTION, 1, 2.2, ""),
-        (WATCHER, 1, 0, "looks, no effect"),
-        (SINK, 0, 0, "looks, no effect"),
-        (PREVIOUS, 0, 2.9, "effect, without looking there"),
+        (WATCHER, 1, 0, "attends, no effect"),
+        (SINK, 0, 0, "attends, no effect"),
+        (PREVIOUS, 0, 2.9, "effect, without attending there"),
     ):
         row = heads[head]
         assert row["weight"] == pytest.approx(weight, abs=1e-3)
@@ -133,13 +133,13 @@ def test_tokens_are_weighed(run):
         assert f"3  b      {found['effects'][3]:+.4f}  ++++++++++++++++++++" in out
     assert found["complete"] is True
     assert sum(found["effects"]) == pytest.approx(found["difference"], rel=0.01)
-    assert "\ncomplete: the shares add up to" in out
+    assert "\ncomplete: the shares sum to" in out
 
 
 def test_too_few_steps_are_called_incomplete(run):
     out, found = run("method=integrated_gradients", "max_steps=1")
     assert (found["complete"], found["steps"]) == (False, 1)
-    assert "\nNOT COMPLETE: the shares add up to" in out
+    assert "\nNOT COMPLETE: the shares sum to" in out
 
 
 def test_parts_are_ablated(run):
@@ -237,7 +237,7 @@ def test_it_is_a_command(folder, tmp_path):
 
 def test_in_a_short_text_a_look_is_more_than_an_even_share():
     row = {"most": 0.45, "weight": 0.1, "effect": 0.0}
-    assert [remark(row, 1.0, n) for n in (4, 10)] == ["", "looks, no effect"]
+    assert [remark(row, 1.0, n) for n in (4, 10)] == ["", "attends, no effect"]
 
 
 @pytest.mark.parametrize("method", ["attention", "occlusion"])

@@ -31,7 +31,7 @@ KINDS = [
     {"embedding_norm": True, "zero_init": True, "qk_norm": True},
     {"positions": "learned", "embedding_norm": True},
 ]
-WORD = "^cabda"  # behind a came b
+WORD = "^cabda"  # b comes after a
 B = 2
 
 
@@ -66,7 +66,7 @@ def test_its_heads_look_where_they_are_said_to_look(known):
         assert weights[head][query, key] > 0.999
 
 
-def test_ablating_the_right_head_destroys_the_answer_and_the_others_are_not_missed(known):
+def test_only_ablating_the_right_head_destroys_the_answer(known):
     whole = last_logits(known, ids(WORD))
     without = {head: ablate(known, ids(WORD), [Site("head", *head)]) for head in (PREVIOUS, SINK, INDUCTION, WATCHER)}
     assert chance(whole, B) > 0.99
@@ -91,7 +91,7 @@ def test_patching_the_right_head_restores_the_answer(known):
 
 
 def test_patching_the_stream_follows_the_answer_from_token_to_token(known):
-    """The first a is told to the token behind it in block 0, and that one to the last in block 1."""
+    """The first a is told to the token after it in block 0, and that one to the last in block 1."""
     word, score = ids("^cebda"), score_of(B)
     clean = record(known, ids(WORD), [Site("stream", i) for i in range(3)])
     ends = score(last_logits(known, ids(WORD))).item(), score(last_logits(known, word)).item()
@@ -103,7 +103,7 @@ def test_patching_the_stream_follows_the_answer_from_token_to_token(known):
         assert found[[i for i in range(6) if i != place]].max() < 0.01
 
 
-def test_the_lens_finds_the_answer_behind_the_last_block_only(known):
+def test_the_lens_finds_the_answer_after_the_last_block_only(known):
     chances = logit_lens(known, ids(WORD)).softmax(-1)[:, -1, B]
     assert chances.tolist() == pytest.approx([1 / 8, 1 / 8, chance(last_logits(known, ids(WORD)), B)], abs=1e-6)
 

@@ -74,7 +74,7 @@ def test_all_tokens_are_named_up_to_a_width_and_then_every_second(monkeypatch, n
 def page(tmp_path):
     """The page's text, what it holds, and the weights that were given."""
     weights = torch.softmax(torch.randn(2, 3, 5, 5).masked_fill(~torch.ones(5, 5).tril().bool(), -torch.inf), -1)
-    rows = [{"layer": i, "head": h, "remark": "looks, no effect"} for i in range(2) for h in range(3)]
+    rows = [{"layer": i, "head": h, "remark": "attends, no effect"} for i in range(2) for h in range(3)]
     write_page(tmp_path / "a.html", weights, LABELS, rows, {"lines": ["text  </script>"], "key": 2})
     text = (tmp_path / "a.html").read_text(encoding="utf-8")
     return text, json.loads(re.search(r"^const data = (.*);$", text, re.MULTILINE)[1]), weights
@@ -101,4 +101,4 @@ def test_the_page_needs_nothing_but_itself_and_no_token_breaks_it(page):
 def test_the_page_says_that_a_weight_is_no_cause_and_shows_the_effect_beside(page):
     text, data, _ = page
     assert "A weight is not a cause." in text
-    assert [row["remark"] for row in data["heads"]] == ["looks, no effect"] * 6
+    assert [row["remark"] for row in data["heads"]] == ["attends, no effect"] * 6

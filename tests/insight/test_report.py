@@ -144,7 +144,7 @@ class Fixed(torch.nn.Module):
 
 
 @pytest.mark.parametrize(("confidence", "i"), [(0.75, 7), (0.32, 3), (1 - 1e-9, 9)])
-def test_the_calibration_error_is_the_gap_between_confidence_and_what_is_correct(confidence, i):
+def test_the_calibration_error_is_the_gap_of_confidence_and_accuracy(confidence, i):
     text = Tokens([np.tile(np.array([0, 0, 0, 1, 2], np.uint16), 20)])
     result = measure(Fixed(confidence), text)
     accuracy = (3 * 20 - 1) / 99
@@ -234,7 +234,7 @@ def test_what_stands_in_the_training_text_is_found_and_what_does_not_is_not(smal
         assert found[name] == {"shares": {"8": 0, "16": 0, "32": 0}, "longest": None}
 
 
-def test_what_is_searched_for_copies_is_what_the_model_writes_after_spread_prompts(small, monkeypatch):
+def test_copies_are_searched_in_text_generated_from_spread_prompts(small, monkeypatch):
     model, text, searched = small(), text_of(300), []
     real = copying.find_copies
     monkeypatch.setattr(copying, "find_copies", lambda rows, *a, **k: (searched.append(rows), real(rows, *a, **k))[1])

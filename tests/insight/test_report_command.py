@@ -127,7 +127,7 @@ def test_n_grams_take_no_more_than_they_are_told(trained, settings):
     assert len(windows(len(text), 32, 32)) > 8  # it was read in pieces
 
 
-def test_the_command_prints_what_it_prints_without_and_writes_figures_and_a_picture_into_the_run(trained, run):
+def test_the_command_saves_its_numbers_and_a_picture_in_the_run(trained, run):
     folder = trained("tokenizer=bytes")
     arguments = [f"checkpoint={folder.parent.parent}"]
     without, result = run(*arguments).out, run(*arguments, "report=true", *SMALL).out
