@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from insight.lessons.lesson import Lesson, exponent, seeded
 from model import GPT, ModelConfig
 from model.attention import CausalMultiHeadAttention
+from model.cache import KVCache
 from model.ops import MATH, fused_attention, math_attention
 
 LENGTHS = [256, 512, 1024, 2048, 4096]
@@ -19,7 +21,7 @@ MODEL = {"d_model": 64, "n_layers": 2, "n_heads": 4, "d_ff": 192, "max_seq_len":
 CONTEXTS = [256, 512, 1024, 2048]  # tokens before the one that is timed
 D_LAYER, KERNEL = 8, 3
 SEQUENCES = [16, 32, 64, 128]
-ROUNDS = 2
+ROUNDS = 3
 
 
 def lesson() -> Lesson:
@@ -117,16 +119,14 @@ def _claims(attention: dict, token: dict, layers: dict) -> list[tuple[bool, str]
 
 
 def _attention() -> dict:
-    """One head of width D_HEAD, causal: milliseconds of a forward, MiB kept for the backward pass."""
+    """One head of width D_HEAD, causal: milliseconds of a forward pass, MiB kept for the backward pass."""
+    inputs = [[torch.randn(1, 1, T, D_HEAD, requires_grad=True) for _ in range(3)] for T in LENGTHS]
     found = {}
     for name, attend in (("math", math_attention), ("fused", fused_attention)):
-        ms, mib = [], []
-        for T in LENGTHS:
-            q, k, v = (torch.randn(1, 1, T, D_HEAD) for _ in range(3))
-            with torch.no_grad():
-                ms.append(_milliseconds(lambda attend=attend, q=q, k=k, v=v: attend(q, k, v, None, None, None, 0.0)))
-            q, k, v = (x.requires_grad_() for x in (q, k, v))
-            mib.append(_kept(lambda attend=attend, q=q, k=k, v=v: attend(q, k, v, None, None, None, 0.0)) / 2**20)
+        forward = [partial(attend, q, k, v, None, None, None, 0.0) for q, k, v in inputs]
+        mib = [_kept(work) / 2**20 for work in forward]
+        with torch.no_grad():
+            ms = _milliseconds(forward)
         found[name] = {
             "ms": ms,
             "MiB": mib,
@@ -136,15 +136,18 @@ def _attention() -> dict:
     return found
 
 
-def _milliseconds(work: Callable[[], object], prepare: Callable[[], object] = lambda: None) -> float:
-    """Processor time, the least of ROUNDS after one to warm up: other programs on the machine do not count."""
-    times = []
-    for _ in range(ROUNDS + 1):
-        prepare()
-        began = time.process_time()
-        work()
-        times.append(time.process_time() - began)
-    return 1000 * min(times[1:])
+def _milliseconds(works: list[Callable[[], object]]) -> list[float]:
+    """Processor time of each, the least of ROUNDS after one to warm up; other programs on the machine do not count.
+
+    They take turns, so that a slow moment of the machine does not fall on one of them alone.
+    """
+    times = [[] for _ in works]
+    for _ in range(1 + ROUNDS):
+        for work, mine in zip(works, times, strict=True):
+            began = time.process_time()
+            work()
+            mine.append(time.process_time() - began)
+    return [1000 * min(mine[1:]) for mine in times]
 
 
 def _kept(work: Callable[[], object]) -> int:
@@ -170,18 +173,19 @@ def _token() -> dict:
     with seeded(0):
         model = GPT(64, ModelConfig(**MODEL))
         tokens = torch.randint(model.vocab_size, (1, CONTEXTS[-1] + 1))
-    found = {"without": [], "with a": []}
-    for n in CONTEXTS:
-        found["without"].append(_milliseconds(lambda n=n: model(tokens[:, : n + 1], at=torch.tensor([n]))))
-        cache = model.new_cache()
+    caches = [model.new_cache() for _ in CONTEXTS]
+    for n, cache in zip(CONTEXTS, caches, strict=True):
         model(tokens[:, :n], cache=cache)
-        one_more = tokens[:, n : n + 1]
-        found["with a"].append(
-            _milliseconds(
-                lambda one_more=one_more, cache=cache: model(one_more, cache=cache),
-                prepare=lambda n=n, cache=cache: cache.set_lengths([n]),
-            )
-        )
+
+    def cached(n: int, cache: KVCache):
+        cache.set_lengths([n])
+        model(tokens[:, n : n + 1], cache=cache)
+
+    ways = {
+        "without": [partial(model, tokens[:, : n + 1], at=torch.tensor([n])) for n in CONTEXTS],
+        "with a": [partial(cached, n, cache) for n, cache in zip(CONTEXTS, caches, strict=True)],
+    }
+    found = {name: _milliseconds(works) for name, works in ways.items()}
     return {name: {"ms": ms, "exponent": exponent(CONTEXTS, ms)} for name, ms in found.items()}
 
 
